@@ -1,0 +1,174 @@
+"""The way of every call: arrays in, one validated problem, a backend, arrays out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .arrays import Array, Frame, receive
+from .problem import (
+    Norm,
+    NormProblem,
+    backward_problem,
+    check_outputs,
+    forward_problem,
+    out_sequence,
+    spec_of,
+)
+
+
+@dataclass
+class BackwardOperands:
+    """The arrays of a backward problem, on one device; x, dy and dx have rows at the problem's strides."""
+
+    x: Array
+    w: Array | None
+    dy: Array
+    mean: Array | None
+    rstd: Array
+    dx: Array | None
+    dw: Array | None
+    db: Array | None
+
+
+@dataclass
+class ForwardOperands:
+    """The arrays of a forward problem, on one device; x and y have rows at the problem's strides."""
+
+    x: Array
+    w: Array | None
+    b: Array | None
+    y: Array
+    mean: Array | None
+    rstd: Array
+
+
+def backward(
+    norm: Norm,
+    x: Any,
+    w: Any,
+    dy: Any,
+    mean: Any,
+    rstd: Any,
+    *,
+    has_bias: bool,
+    weight_offset: float,
+    dresidual_out: Any,
+    output_mask: Sequence[bool] | None,
+    out: Any,
+    accumulate: bool,
+) -> tuple[Any, ...]:
+    """Both backward passes."""
+    names = ("dx", "dw", "db") if has_bias else ("dx", "dw")
+    labels = {name: f"out[{position}] ({name})" for position, name in enumerate(names)}
+    given = dict(zip(names, out_sequence(out, names), strict=True))
+    inputs = {"x": x, "w": w, "dy": dy, "mean": mean, "rstd": rstd, "dresidual_out": dresidual_out}
+    frame, arrays = receive(inputs | {labels[name]: array for name, array in given.items()})
+    outputs = {name: arrays.pop(labels[name]) for name in names}
+    problem = backward_problem(
+        norm,
+        {name: spec_of(array) for name, array in arrays.items()},
+        [spec_of(outputs.get(name)) for name in ("dx", "dw", "db")],
+        has_bias=has_bias,
+        weight_offset=weight_offset,
+        output_mask=output_mask,
+        accumulate=accumulate,
+    )
+    check_outputs(arrays, outputs, labels)
+    wanted = {"dx": problem.want_dx, "dw": problem.want_dw, "db": problem.want_db}
+    shapes = {"dx": (arrays["x"].shape, problem.x_dtype)}
+    for name in ("dw", "db"):
+        shapes[name] = ((problem.columns,), problem.parameter_dtype)
+    with frame.device_scope():
+        work = {
+            name: _output(frame, problem, name, outputs.get(name), *shapes[name]) if wanted[name] else None
+            for name in wanted
+        }
+        operands = BackwardOperands(**_inputs(frame, problem, arrays, "x w dy mean rstd"), **work)
+        _backend(frame).backward(problem, operands)
+        return _results(frame, problem, names, work, outputs, given)
+
+
+def forward(
+    norm: Norm,
+    x: Any,
+    w: Any,
+    b: Any,
+    *,
+    eps: float,
+    weight_offset: float,
+    residual: Any,
+    out: Any,
+) -> tuple[Any, ...]:
+    """Both forward passes."""
+    names = ("y", "mean", "rstd") if norm == "layernorm" else ("y", "rstd")
+    labels = {name: f"out[{position}] ({name})" for position, name in enumerate(names)}
+    given = dict(zip(names, out_sequence(out, names), strict=True))
+    inputs = {"x": x, "w": w, "b": b, "residual": residual}
+    frame, arrays = receive(inputs | {labels[name]: array for name, array in given.items()})
+    outputs = {name: arrays.pop(labels[name]) for name in names}
+    problem = forward_problem(
+        norm,
+        {name: spec_of(array) for name, array in arrays.items()},
+        [spec_of(outputs[name]) for name in names],
+        eps=eps,
+        weight_offset=weight_offset,
+    )
+    check_outputs(arrays, outputs, labels)
+    x_shape = arrays["x"].shape
+    shapes = {"y": (x_shape, problem.x_dtype)}
+    for name in ("mean", "rstd"):
+        shapes[name] = (x_shape[:-1], problem.compute_dtype)
+    with frame.device_scope():
+        work: dict[str, Array | None] = {"mean": None}
+        for name in names:
+            work[name] = _output(frame, problem, name, outputs[name], *shapes[name])
+        operands = ForwardOperands(**_inputs(frame, problem, arrays, "x w b"), **work)
+        _backend(frame).forward(problem, operands)
+        return _results(frame, problem, names, work, outputs, given)
+
+
+def _backend(frame: Frame) -> Any:
+    if frame.device is None:
+        from . import numpy_backend
+
+        return numpy_backend
+    from .cuda import launch
+
+    return launch
+
+
+def _inputs(frame: Frame, problem: NormProblem, arrays: dict[str, Array | None], names: str) -> dict[str, Any]:
+    return {
+        name: frame.contiguous(arrays[name]) if name in problem.copies else arrays[name] for name in names.split()
+    }
+
+
+def _output(
+    frame: Frame, problem: NormProblem, name: str, given: Array | None, shape: tuple[int, ...], dtype: Any
+) -> Array:
+    """The caller's array where the backend can write into it as it lies, else a new one."""
+    return frame.empty(shape, dtype) if given is None or name in problem.copies else given
+
+
+def _results(
+    frame: Frame,
+    problem: NormProblem,
+    names: tuple[str, ...],
+    work: dict[str, Array | None],
+    outputs: dict[str, Array | None],
+    given: dict[str, Any],
+) -> tuple[Any, ...]:
+    results = []
+    for name in names:
+        target = outputs[name]
+        if target is None:
+            results.append(frame.give_back(work[name]))
+            continue
+        if work[name] is not target:
+            target[...] = work[name].reshape(target.shape)  # type: ignore[union-attr]
+        # The exchange makes the caller's stream wait for the work; the object returned is the one given.
+        frame.give_back(target)
+        results.append(given[name])
+    return tuple(results)

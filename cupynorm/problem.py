@@ -1,0 +1,392 @@
+"""The validated description of one call. All validation lives here.
+
+`backward_problem` and `forward_problem` take descriptions of the arrays, not the arrays: pure functions that need
+no GPU. What they return is frozen and says all that a backend may ask: sizes, dtypes, row strides, which
+outputs are wanted, which operands must be copied first because their rows do not lie at one stride. What only
+the memory itself can tell (read-only, overlapping) is checked by `check_outputs`.
+
+Every error names the argument, what it got and what is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+Norm = Literal["rmsnorm", "layernorm"]
+FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
+
+
+class ArraySpec(NamedTuple):
+    """What validation looks at: an array without its memory. Strides are in bytes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def spec_of(array: Any) -> ArraySpec | None:
+    return None if array is None else ArraySpec(array.shape, array.strides, array.dtype)
+
+
+@dataclass(frozen=True)
+class NormProblem:
+    """One call, validated. Row strides are in elements and hold after `copies` have been made.
+
+    `weight_offset`, `accumulate`, `dresidual_out`, `residual` and `heads` have their place here, but only
+    their neutral values are supported so far; validation raises NotImplementedError for the others.
+    """
+
+    norm: Norm
+    direction: Literal["forward", "backward"]
+    rows: int
+    columns: int
+    x_dtype: np.dtype[Any]
+    dy_dtype: np.dtype[Any] | None  # None in forward problems
+    w_dtype: np.dtype[Any] | None  # None: no weight
+    b_dtype: np.dtype[Any] | None  # forward: dtype of the bias, None: no bias
+    x_row_stride: int
+    dy_row_stride: int
+    out_row_stride: int  # of dx or y
+    copies: frozenset[str]  # operands to copy before (or, for outputs, after) the work
+    want_dx: bool = False
+    want_dw: bool = False
+    want_db: bool = False
+    eps: float = 0.0
+    weight_offset: float = 0.0
+    heads: int = 1
+    accumulate: bool = False
+    dresidual_out: bool = False
+    residual: bool = False
+
+    @property
+    def compute_dtype(self) -> np.dtype[Any]:
+        """The dtype of the arithmetic, of mean and rstd, and of the partial sums."""
+        return statistics_dtype(self.x_dtype)
+
+    @property
+    def parameter_dtype(self) -> np.dtype[Any]:
+        """The dtype of dw and db."""
+        return self.x_dtype if self.w_dtype is None else self.w_dtype
+
+
+def statistics_dtype(x_dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """float64 where x is float64, else float32."""
+    return np.dtype(np.float64 if x_dtype == np.float64 else np.float32)
+
+
+def backward_problem(
+    norm: Norm,
+    arrays: Mapping[str, ArraySpec | None],
+    out: Sequence[ArraySpec | None],
+    *,
+    has_bias: bool,
+    weight_offset: float,
+    output_mask: Sequence[bool] | None,
+    accumulate: bool,
+) -> NormProblem:
+    """Validate a backward call: arrays are x, w, dy, mean (LayerNorm), rstd, dresidual_out; out is (dx, dw, db)."""
+    x = _require(arrays, "x")
+    rows, columns = _rows_and_columns(x)
+    dy = _require(arrays, "dy")
+    if dy.shape != x.shape:
+        raise ValueError(f"dy: has shape {dy.shape}; the shape of x, {x.shape}, is needed")
+    _float_dtype("dy", dy.dtype)
+    _reject_later_options(weight_offset, accumulate, "dresidual_out", arrays["dresidual_out"])
+    w = _parameter("w", arrays["w"], x)
+    copies = set()
+    for name in ("mean", "rstd") if norm == "layernorm" else ("rstd",):
+        _statistic(name, _require(arrays, name), x, copies)
+    want_dx, want_dw, want_db = _output_mask(output_mask, has_bias)
+    problem_dtype = x.dtype if w is None else w.dtype
+    row_strides = {name: _row_stride(name, spec, copies) for name, spec in (("x", x), ("dy", dy))}
+    if w is not None and not _is_contiguous(w):
+        copies.add("w")
+
+    wanted = {"dx": want_dx, "dw": want_dw, "db": want_db}
+    needed = {"dx": (x.shape, x.dtype), "dw": ((columns,), problem_dtype), "db": ((columns,), problem_dtype)}
+    dx_row_stride = columns
+    for position, (name, spec) in enumerate(zip(wanted, out, strict=True)):
+        if spec is None:
+            continue
+        label = f"out[{position}] ({name})"
+        if not wanted[name]:
+            raise ValueError(f"{label}: was given, but output_mask or has_bias says that {name} is not wanted")
+        if name == "dw" and w is None:
+            raise ValueError(f"{label}: was given, but w is None, so there is no dw; None is needed")
+        _output(label, spec, *needed[name])
+        if name == "dx":
+            dx_row_stride = _row_stride(name, spec, copies)
+        elif not _is_contiguous(spec):
+            copies.add(name)
+    return NormProblem(
+        norm=norm,
+        direction="backward",
+        rows=rows,
+        columns=columns,
+        x_dtype=x.dtype,
+        dy_dtype=dy.dtype,
+        w_dtype=None if w is None else w.dtype,
+        b_dtype=None,
+        x_row_stride=row_strides["x"],
+        dy_row_stride=row_strides["dy"],
+        out_row_stride=dx_row_stride,
+        copies=frozenset(copies),
+        want_dx=want_dx,
+        want_dw=want_dw and w is not None,
+        want_db=want_db,
+    )
+
+
+def forward_problem(
+    norm: Norm,
+    arrays: Mapping[str, ArraySpec | None],
+    out: Sequence[ArraySpec | None],
+    *,
+    eps: float,
+    weight_offset: float,
+) -> NormProblem:
+    """Validate a forward call: arrays are x, w, b, residual; out is (y, mean, rstd) or (y, rstd)."""
+    x = _require(arrays, "x")
+    rows, columns = _rows_and_columns(x)
+    _reject_later_options(weight_offset, False, "residual", arrays["residual"])
+    w = _parameter("w", arrays["w"], x)
+    b = _parameter("b", arrays["b"], x)
+    eps = _number("eps", eps)
+    if not 0.0 <= eps < float("inf"):
+        raise ValueError(f"eps: got {eps}; a finite number of at least 0 is needed")
+    copies: set[str] = set()
+    x_row_stride = _row_stride("x", x, copies)
+    for name, spec in (("w", w), ("b", b)):
+        if spec is not None and not _is_contiguous(spec):
+            copies.add(name)
+    y_row_stride = columns
+    names = ("y", "mean", "rstd") if norm == "layernorm" else ("y", "rstd")
+    for position, (name, spec) in enumerate(zip(names, out, strict=True)):
+        if spec is None:
+            continue
+        label = f"out[{position}] ({name})"
+        if name == "y":
+            _output(label, spec, x.shape, x.dtype)
+            y_row_stride = _row_stride(name, spec, copies)
+        else:
+            _output(label, spec, x.shape[:-1], statistics_dtype(x.dtype), may_keep_axis=True)
+            if not _is_contiguous(spec):
+                copies.add(name)
+    return NormProblem(
+        norm=norm,
+        direction="forward",
+        rows=rows,
+        columns=columns,
+        x_dtype=x.dtype,
+        dy_dtype=None,
+        w_dtype=None if w is None else w.dtype,
+        b_dtype=None if b is None else b.dtype,
+        x_row_stride=x_row_stride,
+        dy_row_stride=0,
+        out_row_stride=y_row_stride,
+        copies=frozenset(copies),
+        eps=eps,
+    )
+
+
+def out_sequence(out: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """The entries of `out=`, one for each name; all None where out is None."""
+    if out is None:
+        return (None,) * len(names)
+    needed = f"a tuple of {len(names)} entries ({', '.join(names)}), each an array or None, is needed"
+    if not isinstance(out, (tuple, list)):
+        raise TypeError(f"out: got {type(out).__name__}; {needed}")
+    if len(out) != len(names):
+        raise ValueError(f"out: has {len(out)} entries; {needed}")
+    return tuple(out)
+
+
+def check_outputs(inputs: Mapping[str, Any], outputs: Mapping[str, Any], labels: Mapping[str, str]) -> None:
+    """Raise ValueError for an output that is read-only, or overlaps an input, another output or itself."""
+    checked = {name: array for name, array in inputs.items() if array is not None and array.size}
+    for name, array in outputs.items():
+        if array is None or not array.size:
+            continue
+        label = labels[name]
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise ValueError(f"{label}: is read-only; a writable array is needed")
+        if _overlaps_itself(array):
+            raise ValueError(f"{label}: strides {array.strides} make its elements overlap each other")
+        for other_name, other in checked.items():
+            if _overlap(array, other):
+                other_label = labels.get(other_name, other_name)
+                raise ValueError(f"{label}: overlaps {other_label} in memory; memory of its own is needed")
+        checked[name] = array
+
+
+# --- pieces -----------------------------------------------------------------------------------------------
+
+
+def _require(arrays: Mapping[str, ArraySpec | None], name: str) -> ArraySpec:
+    spec = arrays[name]
+    if spec is None:
+        raise TypeError(f"{name}: got None; an array is needed")
+    return spec
+
+
+def _float_dtype(name: str, dtype: np.dtype[Any]) -> None:
+    if dtype.name not in FLOAT_NAMES or not dtype.isnative:
+        raise ValueError(f"{name}: has dtype {dtype!r}; one of {', '.join(FLOAT_NAMES)} in native byte order is needed")
+
+
+def _rows_and_columns(x: ArraySpec) -> tuple[int, int]:
+    _float_dtype("x", x.dtype)
+    if not x.shape:
+        raise ValueError("x: has shape (); at least one axis, (..., N), is needed")
+    columns = x.shape[-1]
+    if columns < 1:
+        raise ValueError(f"x: has shape {x.shape}; a last axis of at least 1 element is needed")
+    rows = 1
+    for extent in x.shape[:-1]:
+        rows *= extent
+    return rows, columns
+
+
+def _parameter(name: str, spec: ArraySpec | None, x: ArraySpec) -> ArraySpec | None:
+    if spec is None:
+        return None
+    _float_dtype(name, spec.dtype)
+    if len(spec.shape) == 2 and len(x.shape) >= 2 and spec.shape == x.shape[-2:]:
+        raise NotImplementedError(f"{name}: shape {spec.shape}, one row per head, is not supported yet; use {x.shape[-1:]}")
+    if spec.shape != x.shape[-1:]:
+        raise ValueError(f"{name}: has shape {spec.shape}; {x.shape[-1:]}, the last axis of x, is needed")
+    return spec
+
+
+def _statistic(name: str, spec: ArraySpec, x: ArraySpec, copies: set[str]) -> None:
+    if spec.shape not in (x.shape[:-1], x.shape[:-1] + (1,)):
+        raise ValueError(
+            f"{name}: has shape {spec.shape}; {x.shape[:-1]}, the shape of x without its last axis, "
+            "or that with a trailing 1, is needed"
+        )
+    needed = statistics_dtype(x.dtype)
+    if spec.dtype != needed:
+        raise ValueError(f"{name}: has dtype {spec.dtype!r}; {needed.name} is needed where x is {x.dtype.name}")
+    if not _is_contiguous(spec):
+        copies.add(name)
+
+
+def _output(
+    label: str, spec: ArraySpec, shape: tuple[int, ...], dtype: np.dtype[Any], may_keep_axis: bool = False
+) -> None:
+    if spec.shape != shape and not (may_keep_axis and spec.shape == shape + (1,)):
+        raise ValueError(f"{label}: has shape {spec.shape}; {shape} is needed")
+    if spec.dtype != dtype:
+        raise ValueError(f"{label}: has dtype {spec.dtype!r}; {dtype.name} is needed")
+
+
+def _output_mask(mask: Sequence[bool] | None, has_bias: bool) -> tuple[bool, bool, bool]:
+    """Which of dx, dw, db are wanted."""
+    if not isinstance(has_bias, (bool, np.bool_)):
+        raise TypeError(f"has_bias: got {has_bias!r}; True or False is needed")
+    if mask is None:
+        return True, True, bool(has_bias)
+    names = ("dx", "dw", "db") if has_bias else ("dx", "dw")
+    if not isinstance(mask, (tuple, list)) or not all(isinstance(entry, (bool, np.bool_)) for entry in mask):
+        raise TypeError(f"output_mask: got {mask!r}; a tuple of bools for ({', '.join(names)}) is needed")
+    if len(mask) != len(names):
+        raise ValueError(f"output_mask: has {len(mask)} entries; one for each of ({', '.join(names)}) is needed")
+    return bool(mask[0]), bool(mask[1]), has_bias and bool(mask[2])
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name}: got {type(value).__name__}; a number is needed")
+    return float(value)
+
+
+def _reject_later_options(weight_offset: Any, accumulate: Any, name: str, residual: ArraySpec | None) -> None:
+    if _number("weight_offset", weight_offset) != 0.0:
+        raise NotImplementedError(f"weight_offset: got {weight_offset}; only 0.0 is supported yet")
+    if not isinstance(accumulate, (bool, np.bool_)):
+        raise TypeError(f"accumulate: got {accumulate!r}; True or False is needed")
+    if accumulate:
+        raise NotImplementedError("accumulate: got True; only False is supported yet")
+    if residual is not None:
+        raise NotImplementedError(f"{name}: got an array; only None is supported yet")
+
+
+def _is_contiguous(spec: ArraySpec) -> bool:
+    step = spec.dtype.itemsize
+    for extent, stride in zip(reversed(spec.shape), reversed(spec.strides), strict=True):
+        if extent > 1 and stride != step:
+            return False
+        step *= extent
+    return True
+
+
+def _row_stride(name: str, spec: ArraySpec, copies: set[str]) -> int:
+    """The one stride, in elements, between the rows of an (..., N) array.
+
+    Where there is none (the last axis has gaps, or the leading axes do not merge), the operand is noted in
+    `copies`, and the stride is that of the copy.
+    """
+    itemsize, columns = spec.dtype.itemsize, spec.shape[-1]
+    if 0 in spec.shape:
+        return columns
+    merges = columns == 1 or spec.strides[-1] == itemsize
+    leading = [(extent, stride) for extent, stride in zip(spec.shape[:-1], spec.strides[:-1], strict=True) if extent > 1]
+    for (_, outer), (extent, inner) in zip(leading, leading[1:], strict=False):
+        merges = merges and outer == extent * inner
+    if not merges or (leading and leading[-1][1] % itemsize):
+        copies.add(name)
+        return columns
+    return leading[-1][1] // itemsize if leading else columns
+
+
+def _bounds(array: Any) -> tuple[int, int]:
+    """The first byte of an array's memory and the one after its last."""
+    low = high = address_of(array)
+    for extent, stride in zip(array.shape, array.strides, strict=True):
+        if stride < 0:
+            low += (extent - 1) * stride
+        else:
+            high += (extent - 1) * stride
+    return low, high + int(array.itemsize)
+
+
+def address_of(array: Any) -> int:
+    """The address of an array's first element, in host or device memory."""
+    return int(array.ctypes.data) if isinstance(array, np.ndarray) else int(array.data.ptr)
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    """Whether two arrays share memory; certain for rows at a common stride, else by their bounds."""
+    (a_low, a_high), (b_low, b_high) = _bounds(a), _bounds(b)
+    if a_high <= b_low or b_high <= a_low:
+        return False
+    a_stride, b_stride = _byte_row_stride(a), _byte_row_stride(b)
+    if a_stride is None or a_stride != b_stride:
+        return True
+    # Rows of the same period, as in full[:, :512] and full[:, 512:]: compare where in the period they lie.
+    a_bytes, b_bytes = a.shape[-1] * a.itemsize, b.shape[-1] * b.itemsize
+    return (b_low - a_low) % a_stride < a_bytes or (a_low - b_low) % a_stride < b_bytes
+
+
+def _byte_row_stride(array: Any) -> int | None:
+    if array.ndim < 2:
+        return None
+    copies: set[str] = set()
+    spec = ArraySpec(array.shape, array.strides, array.dtype)
+    stride = abs(_row_stride("", spec, copies)) * int(array.itemsize)
+    return None if copies or not stride else stride
+
+
+def _overlaps_itself(array: Any) -> bool:
+    """Whether two indices name the same element (by the sufficient test of nested strides)."""
+    axes = sorted((abs(stride), extent) for extent, stride in zip(array.shape, array.strides, strict=True) if extent > 1)
+    reach = int(array.itemsize)
+    for stride, extent in axes:
+        if stride < reach:
+            return True
+        reach += stride * (extent - 1)
+    return False
