@@ -52,7 +52,7 @@ class Frame:
         return self.from_dlpack(array)
 
 
-def receive(arguments: Mapping[str, Any]) -> tuple[Frame, dict[str, Array | None]]:
+def receive(arguments: Mapping[str, Any]) -> tuple[Frame, dict[str, Any]]:
     """Sort out one call's array arguments, given by name, `x` first; None stands for an absent one.
 
     Raises TypeError for anything that is not an array, for arrays of different frameworks and for arrays on
@@ -76,16 +76,14 @@ def receive(arguments: Mapping[str, Any]) -> tuple[Frame, dict[str, Array | None
     return _receive_foreign(arguments, given)
 
 
-def _receive_foreign(
-    arguments: Mapping[str, Any], given: Mapping[str, Any]
-) -> tuple[Frame, dict[str, Array | None]]:
+def _receive_foreign(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Frame, dict[str, Any]]:
     for name, value in given.items():
         if isinstance(value, np.generic) or not hasattr(type(value), "__dlpack__"):
             raise _not_an_array(name, value)
     x = given["x"]
     framework = _framework(x)
     device = _device(x, "x")
-    imported: dict[str, Array | None] = dict.fromkeys(arguments)
+    imported: dict[str, Any] = dict.fromkeys(arguments)
     foreign_dtypes: dict[np.dtype[Any], Any] = {}
     for name, value in given.items():
         if _framework(value) != framework:
@@ -103,10 +101,7 @@ def _receive_foreign(
             raise TypeError(f"{name}: {_type_name(value)} cannot be exported through DLPack: {error}") from error
         imported[name] = array
         foreign_dtypes[array.dtype] = getattr(value, "dtype", None)
-    if device is None:
-        xp: Any = np
-    else:
-        import cupy as xp
+    xp = np if device is None else importlib.import_module("cupy")
     return Frame(xp, device, _importer(x, framework), foreign_dtypes), imported
 
 

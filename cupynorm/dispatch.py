@@ -140,9 +140,7 @@ def _backend(frame: Frame) -> Any:
 
 
 def _inputs(frame: Frame, problem: NormProblem, arrays: dict[str, Array | None], names: str) -> dict[str, Any]:
-    return {
-        name: frame.contiguous(arrays[name]) if name in problem.copies else arrays[name] for name in names.split()
-    }
+    return {name: frame.contiguous(arrays[name]) if name in problem.copies else arrays[name] for name in names.split()}
 
 
 def _output(

@@ -85,7 +85,7 @@ class Imported(NamedTuple):
 class _Owner:
     """Calls the producer's deleter once nothing refers to the imported memory any more."""
 
-    __slots__ = ("_struct", "_address", "__array_interface__")
+    __slots__ = ("__array_interface__", "_address", "_struct")
 
     def __init__(self, struct: _Managed | _ManagedVersioned, address: int) -> None:
         self._struct, self._address = struct, address
@@ -109,7 +109,8 @@ def bfloat16() -> np.dtype[Any]:
         import ml_dtypes
     except ImportError as error:
         raise ImportError("bfloat16 arrays need the package ml_dtypes: pip install ml_dtypes") from error
-    return np.dtype(ml_dtypes.bfloat16)
+    bfloat: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return bfloat
 
 
 def read(capsule: object) -> Imported:

@@ -1,4 +1,4 @@
-"""LayerNorm: y = (x − mean) · rstd · w + b, as in Ba, Kiros and Hinton, 2016 (arXiv:1607.06450)."""
+"""LayerNorm: y = (x − mean)·rstd·w + b, as in Ba, Kiros and Hinton (arXiv:1607.06450)."""
 
 from __future__ import annotations
 

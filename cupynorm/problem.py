@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -97,7 +98,7 @@ def backward_problem(
     _float_dtype("dy", dy.dtype)
     _reject_later_options(weight_offset, accumulate, "dresidual_out", arrays["dresidual_out"])
     w = _parameter("w", arrays["w"], x)
-    copies = set()
+    copies: set[str] = set()
     for name in ("mean", "rstd") if norm == "layernorm" else ("rstd",):
         _statistic(name, _require(arrays, name), x, copies)
     want_dx, want_dw, want_db = _output_mask(output_mask, has_bias)
@@ -256,14 +257,16 @@ def _parameter(name: str, spec: ArraySpec | None, x: ArraySpec) -> ArraySpec | N
         return None
     _float_dtype(name, spec.dtype)
     if len(spec.shape) == 2 and len(x.shape) >= 2 and spec.shape == x.shape[-2:]:
-        raise NotImplementedError(f"{name}: shape {spec.shape}, one row per head, is not supported yet; use {x.shape[-1:]}")
+        raise NotImplementedError(
+            f"{name}: shape {spec.shape}, one row a head, is not supported yet"
+        )
     if spec.shape != x.shape[-1:]:
         raise ValueError(f"{name}: has shape {spec.shape}; {x.shape[-1:]}, the last axis of x, is needed")
     return spec
 
 
 def _statistic(name: str, spec: ArraySpec, x: ArraySpec, copies: set[str]) -> None:
-    if spec.shape not in (x.shape[:-1], x.shape[:-1] + (1,)):
+    if spec.shape not in (x.shape[:-1], (*x.shape[:-1], 1)):
         raise ValueError(
             f"{name}: has shape {spec.shape}; {x.shape[:-1]}, the shape of x without its last axis, "
             "or that with a trailing 1, is needed"
@@ -278,7 +281,7 @@ def _statistic(name: str, spec: ArraySpec, x: ArraySpec, copies: set[str]) -> No
 def _output(
     label: str, spec: ArraySpec, shape: tuple[int, ...], dtype: np.dtype[Any], may_keep_axis: bool = False
 ) -> None:
-    if spec.shape != shape and not (may_keep_axis and spec.shape == shape + (1,)):
+    if spec.shape != shape and not (may_keep_axis and spec.shape == (*shape, 1)):
         raise ValueError(f"{label}: has shape {spec.shape}; {shape} is needed")
     if spec.dtype != dtype:
         raise ValueError(f"{label}: has dtype {spec.dtype!r}; {dtype.name} is needed")
@@ -334,8 +337,8 @@ def _row_stride(name: str, spec: ArraySpec, copies: set[str]) -> int:
     if 0 in spec.shape:
         return columns
     merges = columns == 1 or spec.strides[-1] == itemsize
-    leading = [(extent, stride) for extent, stride in zip(spec.shape[:-1], spec.strides[:-1], strict=True) if extent > 1]
-    for (_, outer), (extent, inner) in zip(leading, leading[1:], strict=False):
+    leading = [axis for axis in zip(spec.shape[:-1], spec.strides[:-1], strict=True) if axis[0] > 1]
+    for (_, outer), (extent, inner) in pairwise(leading):
         merges = merges and outer == extent * inner
     if not merges or (leading and leading[-1][1] % itemsize):
         copies.add(name)
@@ -369,7 +372,7 @@ def _overlap(a: Any, b: Any) -> bool:
         return True
     # Rows of the same period, as in full[:, :512] and full[:, 512:]: compare where in the period they lie.
     a_bytes, b_bytes = a.shape[-1] * a.itemsize, b.shape[-1] * b.itemsize
-    return (b_low - a_low) % a_stride < a_bytes or (a_low - b_low) % a_stride < b_bytes
+    return bool((b_low - a_low) % a_stride < a_bytes or (a_low - b_low) % a_stride < b_bytes)
 
 
 def _byte_row_stride(array: Any) -> int | None:
@@ -383,9 +386,9 @@ def _byte_row_stride(array: Any) -> int | None:
 
 def _overlaps_itself(array: Any) -> bool:
     """Whether two indices name the same element (by the sufficient test of nested strides)."""
-    axes = sorted((abs(stride), extent) for extent, stride in zip(array.shape, array.strides, strict=True) if extent > 1)
+    axes = zip(array.shape, array.strides, strict=True)
     reach = int(array.itemsize)
-    for stride, extent in axes:
+    for stride, extent in sorted((abs(stride), extent) for extent, stride in axes if extent > 1):
         if stride < reach:
             return True
         reach += stride * (extent - 1)

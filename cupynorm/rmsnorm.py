@@ -1,4 +1,4 @@
-"""RMSNorm: y = x · rstd · w + b with rstd = 1/sqrt(mean(x²) + eps), as in Zhang and Sennrich, 2019 (arXiv:1910.07467)."""
+"""RMSNorm: y = x·rstd·w + b with rstd = 1/sqrt(mean(x²) + eps), as in Zhang and Sennrich (arXiv:1910.07467)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,364 @@
+"""``python -m cupynorm``: run both norms on real sizes, check them against float64, print one table.
+
+``info`` prints versions and devices, ``bench`` measures what the user names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+import cupynorm
+
+from . import bench, report
+
+TRANSFORMER_SIZES = ((16384, 1024), (32768, 4096), (8192, 8192), (4096, 16384))
+HOST_SIZES = ((4096, 1024), (2048, 4096), (512, 16384))
+QUICK_SIZES = ((128, 256), (33, 1000))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.command(options)
+        sys.stdout.flush()
+        return status
+    except _UsageError as error:
+        print(f"python -m cupynorm: {error}", file=sys.stderr)
+        return 2
+    except MemoryError as error:
+        print(f"python -m cupynorm: out of memory: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("python -m cupynorm: interrupted", file=sys.stderr)
+        return 130
+
+
+# --- the main job -----------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace) -> int:
+    """Both norms, forward and backward: checked, timed, one table."""
+    from . import accuracy
+
+    xp, explanation = _pick_device(options.device)
+    cuda = xp is not np
+    cases, remark = _main_cases(cuda, options.quick)
+    repeats = 5 if options.quick or not cuda else None
+    rows, failures, measurements = [], [], []
+    for case in report.progress(cases, lambda case: f"{case.op} {case.shape} {case.dtypes}"):
+        inputs = bench.make_inputs(case, xp)
+        errors = accuracy.check(case, inputs, bench.call(case, inputs), xp)
+        failures += [
+            f"{case.op} {case.shape} {case.dtypes}: {e.name} is off by {e.error:.2e}; at most {e.bound:.2e} is allowed"
+            for e in errors
+            if not e.ok
+        ]
+        measured = bench.measure_case(case, inputs, xp=xp, repeats=repeats)
+        measurements.append(measured)
+        worst = accuracy.worst(errors)
+        verdict = "ok" if all(e.ok for e in errors) else "FAIL"
+        rows.append([*report.timing_cells(measured, cuda), f"{worst.error:.1e} {worst.name}", verdict])
+
+    print(explanation)
+    print()
+    print(report.table([*report.timing_head(cuda), "error", "verdict"], rows))
+    print()
+    _print_method(cuda, measurements)
+    print("error: relative L2 error against float64, of the output that comes nearest its bound. The bound is")
+    print(f"  {accuracy.BOUND}.")
+    if remark:
+        print(remark)
+    print()
+    for failure in failures:
+        print(f"FAIL {failure}")
+    agree = sum(row[-1] == "ok" for row in rows)
+    print(f"{agree} of {len(rows)} cases agree with float64.")
+    return 1 if failures else 0
+
+
+def _main_cases(cuda: bool, quick: bool) -> tuple[list[bench.Case], str]:
+    if quick:
+        plan = [("float32", QUICK_SIZES), ("float16", QUICK_SIZES[1:]), ("bfloat16", QUICK_SIZES[1:])]
+    elif cuda:
+        plan = [("bfloat16", TRANSFORMER_SIZES), ("float16", ((16384, 4096),)), ("float32", ((16384, 4096),))]
+    else:
+        plan = [("float32", HOST_SIZES), ("bfloat16", ((1024, 4096),)), ("float16", ((1024, 4096),))]
+    remark = ""
+    try:
+        bench.dtype_of("bfloat16")
+    except ValueError as error:
+        plan = [entry for entry in plan if entry[0] != "bfloat16"]
+        remark = f"bfloat16 was left out: {error}"
+    cases = [
+        bench.case(op, rows, columns, dtype)
+        for op in bench.OPS
+        for dtype, sizes in plan
+        for rows, columns in sizes
+    ]  # fmt: skip
+    return cases, remark
+
+
+# --- bench ------------------------------------------------------------------------------------------------
+
+
+def bench_command(options: argparse.Namespace) -> int:
+    """Measure what the user names."""
+    cases = [
+        bench.case(op, shape[0], shape[1], dtype, options.w_dtype, options.bias)
+        for op in options.op
+        for dtype in options.dtype
+        for shape in options.shape
+    ]
+    file_format = _plot_format(options.plot) if options.plot else ""
+    if options.csv and options.plot and options.csv.resolve() == options.plot.resolve():
+        raise _UsageError(f"--csv and --plot both name {options.csv}")
+    with ExitStack() as files:
+        csv_part = _writable(files, "--csv", options.csv)
+        plot_part = _writable(files, "--plot", options.plot)
+        xp, explanation = _pick_device(options.device)
+        cuda = xp is not np
+        measurements = [
+            bench.measure_case(case, xp=xp)
+            for case in report.progress(cases, lambda case: f"{case.op} {case.shape} {case.dtypes}")
+        ]
+        if csv_part:
+            report.write_csv(csv_part, measurements)
+        if plot_part:
+            report.write_plot(plot_part, measurements, file_format)
+    print(explanation)
+    print()
+    head = [*report.timing_head(cuda), "triad GB/s"]
+    print(report.table(head, ([*report.timing_cells(m, cuda), report.gbps(m.triad.gbps)] for m in measurements)))
+    print()
+    _print_method(cuda, measurements)
+    return 0
+
+
+def _writable(files: ExitStack, option: str, path: Path | None) -> Path | None:
+    try:
+        return files.enter_context(report.replaced(path)) if path else None
+    except OSError as error:
+        raise _UsageError(f"argument {option}: cannot write {path}: {error.strerror or error}") from None
+
+
+def _plot_format(path: Path) -> str:
+    try:
+        formats = report.plot_formats()
+    except ImportError:
+        raise _UsageError("argument --plot: needs matplotlib: pip install matplotlib") from None
+    ending = path.suffix[1:].lower()
+    if ending not in formats:
+        raise _UsageError(f"argument --plot: {path} should end in one of {', '.join('.' + f for f in sorted(formats))}")
+    return ending
+
+
+def _print_method(cuda: bool, measurements: Sequence[bench.Measurement]) -> None:
+    clock = "CUDA events around one call" if cuda else "time.perf_counter around one call"
+    fastest = max(measurements, key=lambda m: m.triad.gbps)
+    print(f"time: median of single calls, {clock}, caches overwritten before each;")
+    print(f"  a call that does nothing reads {measurements[0].empty_seconds * 1e6:.1f} us, which is included.")
+    print("GB/s: of the bytes that the work needs, each tensor read or written once.")
+    print("of triad: 1 is the speed, byte for byte, of z = x + dy over tensors of the same size on this device,")
+    where = f"{fastest.case.shape} {fastest.case.dtype.name}"
+    print(f"  which is at most {report.gbps(fastest.triad.gbps)} GB/s here ({where}).")
+    if not cuda:
+        print("  For float16 and bfloat16 x and dy are float32 there, which NumPy adds at the speed of memory.")
+
+
+# --- info -------------------------------------------------------------------------------------------------
+
+
+def info(options: argparse.Namespace) -> int:
+    """Versions, devices, where things lie."""
+    lines = [
+        ("cupynorm", f"{cupynorm.__version__} in {Path(cupynorm.__file__).parent}"),
+        ("kernels_cu", _kernels_folder()),
+        ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("numpy", np.__version__),
+        ("ml_dtypes", _version("ml_dtypes") or "not installed: no bfloat16 in NumPy arrays"),
+        ("CPU", f"{bench.host_threads()} threads for this process"),
+        *_cuda_lines(),
+    ]
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        print(f"{name.ljust(width)}  {value}")
+    return 0
+
+
+def _cuda_lines() -> list[tuple[str, str]]:
+    try:
+        import cupy
+    except ImportError as error:
+        return [("cupy", f"cannot be imported: {error}")]
+    runtime = cupy.cuda.runtime
+
+    def attempt(read: Any) -> str:
+        try:
+            return str(read())
+        except Exception as error:  # CuPy's own error types, without a driver or a library
+            return f"not available: {_first_line(error)}"
+
+    def dotted(number: int) -> str:
+        return f"{number // 1000}.{number % 1000 // 10}" if number else "none"
+
+    lines = [
+        ("cupy", cupy.__version__),
+        ("CUDA runtime", attempt(lambda: dotted(cupy.cuda.get_local_runtime_version()))),
+        ("CUDA driver", attempt(lambda: dotted(runtime.driverGetVersion()))),
+        ("NVRTC", attempt(lambda: ".".join(map(str, cupy.cuda.nvrtc.getVersion())))),
+        ("kernel cache", os.environ.get("CUPY_CACHE_DIR") or str(Path("~/.cupy/kernel_cache").expanduser())),
+    ]
+    try:
+        count = runtime.getDeviceCount()
+    except Exception as error:
+        return [*lines, ("CUDA device", f"none: {_first_line(error)}")]
+    for device in range(count):
+        properties = runtime.getDeviceProperties(device)
+        major, minor = properties["major"], properties["minor"]
+        with cupy.cuda.Device(device):
+            name = bench.device_name(cupy)
+        lines.append((
+            f"CUDA device {device}",
+            f"{name}, compute capability {major}.{minor}, {properties['totalGlobalMem'] / 2**30:.1f} GiB, "
+            f"{properties['multiProcessorCount']} SMs, {properties['l2CacheSize'] / 2**20:.0f} MiB L2",
+        ))  # fmt: skip
+    return lines
+
+
+def _kernels_folder() -> str:
+    from .cuda import module
+
+    folder = Path(module.KERNELS)
+    return f"{len([*folder.glob('*.cu'), *folder.glob('*.cuh')])} files in {folder}"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# --- the device -------------------------------------------------------------------------------------------
+
+
+def _pick_device(wanted: str | None) -> tuple[Any, str]:
+    """numpy or cupy, and the line that says which and why. Raises _UsageError where `wanted` is not to be had."""
+    here = f"cupynorm {cupynorm.__version__} on"
+    on_host = f"{here} NumPy arrays ({bench.host_threads()} threads)"
+    if wanted == "numpy":
+        return np, f"{on_host}, as asked."
+    cupy, reason = _usable_cupy()
+    if cupy is not None:
+        major, minor = divmod(int(cupy.cuda.Device().compute_capability), 10)
+        return cupy, f"{here} {bench.device_name(cupy)}, compute capability {major}.{minor}."
+    if wanted == "cuda":
+        raise _UsageError(f"argument --device: no CUDA: {reason}")
+    return np, f"{on_host}; not on CUDA, because {reason}."
+
+
+def _usable_cupy() -> tuple[Any, str]:
+    """CuPy, where its device answers and can compile; else None and the reason."""
+    try:
+        import cupy
+    except ImportError as error:
+        installed = _version("cupy") or _version("cupy-cuda12x") or _version("cupy-cuda13x")
+        return None, f"CuPy cannot be imported ({_first_line(error)})" if installed else "CuPy is not installed"
+    try:
+        if not cupy.cuda.runtime.driverGetVersion():
+            return None, "there is no NVIDIA driver"
+        if not cupy.cuda.runtime.getDeviceCount():
+            return None, "there is no CUDA device"
+        cupy.empty(1).fill(0)
+        cupy.cuda.get_current_stream().synchronize()
+        cupy.cuda.nvrtc.getVersion()
+    except Exception as error:  # CuPy's own error types
+        return None, f"no CUDA device answers ({_first_line(error)})"
+    return cupy, ""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+# --- the command line -------------------------------------------------------------------------------------
+
+
+class _UsageError(Exception):
+    """What the user asked for cannot be done: one line, exit status 2."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _op(text: str) -> str:
+    if text not in bench.OPS:
+        raise argparse.ArgumentTypeError(f"unknown op {text!r}; one of {', '.join(bench.OPS)} is needed")
+    return text
+
+
+def _shape(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9][0-9]{0,15})x([1-9][0-9]{0,15})", text, re.ASCII)
+    if not match:
+        raise argparse.ArgumentTypeError(f"got {text!r}; ROWSxN with both at least 1 is needed, such as 32768x4096")
+    rows, columns = int(match[1]), int(match[2])
+    if rows * columns > 1 << 40:
+        raise argparse.ArgumentTypeError(f"{text} is more than 2^40 elements, and no device holds them")
+    return rows, columns
+
+
+def _dtype(text: str) -> Any:
+    try:
+        return bench.dtype_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m cupynorm",
+        description="Run both norms forward and backward on real sizes, check each against float64, print one table. "
+        "Exit status 1 if a check fails.",
+    )
+    devices = {"choices": ("cuda", "numpy"), "help": "default: CUDA if a device answers, else NumPy"}
+    parser.set_defaults(command=run)
+    parser.add_argument("--version", action="version", version=f"cupynorm {cupynorm.__version__}")
+    parser.add_argument("--quick", action="store_true", help="small sizes, few repeats: checks, but no useful timings")
+    parser.add_argument("--device", **devices)  # type: ignore[arg-type]
+    commands = parser.add_subparsers(title="other commands", metavar="COMMAND", parser_class=_Parser)
+
+    about = commands.add_parser("info", help="versions, devices, where the kernels and their cache lie")
+    about.set_defaults(command=info)
+
+    measure = commands.add_parser("bench", help="measure the sizes that you name")
+    measure.set_defaults(command=bench_command)
+    several = {"nargs": "+", "action": "extend", "required": True}
+    measure.add_argument("--op", type=_op, metavar="OP", help=", ".join(bench.OPS), **several)  # type: ignore[arg-type]
+    measure.add_argument("--shape", type=_shape, metavar="ROWSxN", help="such as 32768x4096", **several)  # type: ignore[arg-type]
+    measure.add_argument("--dtype", type=_dtype, metavar="DTYPE", help=", ".join(bench.DTYPES), **several)  # type: ignore[arg-type]
+    measure.add_argument("--w-dtype", type=_dtype, metavar="DTYPE", help="of w; default: float32, float64 with float64")
+    measure.add_argument("--bias", action=argparse.BooleanOptionalAction, help="default: LayerNorm yes, RMSNorm no")
+    measure.add_argument("--device", default=argparse.SUPPRESS, **devices)  # type: ignore[arg-type]
+    measure.add_argument("--csv", type=Path, metavar="FILE", help="write the figures there")
+    measure.add_argument("--plot", type=Path, metavar="FILE", help="draw GB/s against N there (needs matplotlib)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""Launch choices: a pure function of the problem and the device, needing no GPU.
+
+What fixes the order of a row's sums (route, vector width, threads and blocks that share a row) depends on the row
+alone, never on how many rows come with it: so a row's dx and y have the same bits in any company.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ..problem import FLOAT_NAMES, NormProblem
+
+WARP = 32
+STAGED_MAX_THREADS = 512
+STAGED_MAX_WARPS = STAGED_MAX_THREADS // WARP
+STAGED_MAX_STAGES = 8
+SPLIT_THREADS = 256
+FORWARD_MAX_THREADS = 512
+SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
+WORKSPACE_BYTES = 64 << 20
+
+BACKWARD_ARGUMENTS = "9P4q6i"  # struct BackwardArguments in backward.cuh
+FORWARD_ARGUMENTS = "6P3qd4i"  # struct ForwardArguments in forward.cu
+PARTIALS_ARGUMENTS = "4Pq2i"  # struct PartialsArguments in partials.cu
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ELEMENT_CODES = {None: 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # enum ElementCode in element.cuh
+
+
+@dataclass(frozen=True)
+class Device:
+    """What launch choices depend on."""
+
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int  # that one block may have
+
+    @property
+    def has_clusters(self) -> bool:
+        """Bulk asynchronous copies, clusters and remote stores into shared memory."""
+        return self.compute_capability >= (9, 0)
+
+    @property
+    def largest_cluster(self) -> int:
+        """16 needs a device that allows clusters beyond the portable 8."""
+        return {9: 16, 10: 16}.get(self.compute_capability[0], 8) if self.has_clusters else 1
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How one backward problem runs: see the head of the source file for what the words mean."""
+
+    route: str  # "direct", "staged" or "split": backward_<route>.cu
+    definitions: tuple[str, ...]
+    threads: int
+    group_threads: int
+    slab_columns: int
+    slabs: int
+    cluster: int = 1
+    stages: int = 0
+    shared_bytes: int = 0
+
+    @property
+    def groups(self) -> int:
+        return self.threads // self.group_threads
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    kernel: str  # "forward_direct" or "forward_swept"
+    definitions: tuple[str, ...]
+    threads: int
+    group_threads: int
+
+    @property
+    def groups(self) -> int:
+        return self.threads // self.group_threads
+
+
+def compute_itemsize(x_name: str) -> int:
+    return 8 if x_name == "float64" else 4
+
+
+def columns_per_thread(x_name: str) -> int:
+    return 8 if x_name == "float64" else 16
+
+
+def vector_width(*names: str) -> int:
+    """Elements of a vector access: those of 16 bytes in the smallest type."""
+    return 16 // min(ITEMSIZE[name] for name in names)
+
+
+def backward_config(problem: NormProblem, aligned: bool, device: Device) -> BackwardConfig:
+    """Choose the backward kernels; `aligned` says that every row of x, dy and dx starts at a multiple of 16 bytes."""
+    x, dy = problem.x_dtype.name, _name(problem.dy_dtype)
+    vector = vector_width(x, dy) if aligned and problem.columns % vector_width(x, dy) == 0 else 1
+    definitions = _backward_definitions(problem.norm, x, dy, problem.want_db, vector > 1)
+    per_thread = columns_per_thread(x)
+    outer_bytes = per_thread * compute_itemsize(x) * (2 if problem.want_db else 1)  # ColumnSums, for each thread
+
+    if problem.columns <= WARP * per_thread:
+        lanes = _power_of_two_at_least(_divide_up(problem.columns, per_thread if vector > 1 else 1), WARP)
+        return _direct(definitions, SMALL_BLOCK, lanes, problem.columns, outer_bytes)
+    if device.has_clusters and x == dy:
+        staged = _staged(problem, vector, definitions, outer_bytes, device)
+        if staged is not None:
+            return staged
+    threads = _whole_warps(_divide_up(problem.columns, per_thread))
+    if threads <= direct_max_threads(x, dy, vector):
+        return _direct(definitions, threads, threads, problem.columns, outer_bytes)
+    slab = SPLIT_THREADS * per_thread
+    return BackwardConfig(
+        route="split",
+        definitions=definitions,
+        threads=SPLIT_THREADS,
+        group_threads=SPLIT_THREADS,
+        slab_columns=slab,
+        slabs=_divide_up(problem.columns, slab),
+        shared_bytes=outer_bytes * SPLIT_THREADS,
+    )
+
+
+def direct_max_threads(x: str, dy: str, vector: int) -> int:
+    """kMaxThreads of backward_direct.cu."""
+    return 512 if vector > 1 and ITEMSIZE[x] == ITEMSIZE[dy] == 2 else 256
+
+
+def _direct(definitions: tuple[str, ...], threads: int, group: int, columns: int, outer_bytes: int) -> BackwardConfig:
+    return BackwardConfig(
+        route="direct",
+        definitions=definitions,
+        threads=threads,
+        group_threads=group,
+        slab_columns=columns,
+        slabs=1,
+        shared_bytes=outer_bytes * threads,
+    )
+
+
+def _staged(
+    problem: NormProblem, vector: int, definitions: tuple[str, ...], outer_bytes: int, device: Device
+) -> BackwardConfig | None:
+    """The smallest cluster whose blocks keep four rows in flight, else three; None where not even that fits."""
+    name = problem.x_dtype.name
+    for wanted_stages, cluster in product((4, 3), (1, 2, 4, 8, 16)):
+        slab = _divide_up(_divide_up(problem.columns, cluster), vector) * vector
+        group = _whole_warps(_divide_up(slab, columns_per_thread(name)))
+        if cluster > device.largest_cluster or group > STAGED_MAX_THREADS or (cluster - 1) * slab >= problem.columns:
+            continue
+        part = _divide_up(slab * ITEMSIZE[name] + (0 if vector > 1 else 32), 128) * 128
+        static_bytes = 2048 + 4 * STAGED_MAX_WARPS * cluster * 2 * compute_itemsize(name)
+        for groups in range(STAGED_MAX_THREADS // group if cluster == 1 else 1, 0, -1):
+            threads = groups * group
+            ring_bytes = device.shared_bytes - static_bytes - outer_bytes * threads
+            stages = min(STAGED_MAX_STAGES, ring_bytes // (2 * part * groups))
+            if stages >= wanted_stages:
+                return BackwardConfig(
+                    route="staged",
+                    definitions=(*definitions, f"-DCLUSTER={cluster}"),
+                    threads=threads,
+                    group_threads=group,
+                    slab_columns=slab,
+                    slabs=cluster,
+                    cluster=cluster,
+                    stages=stages,
+                    shared_bytes=outer_bytes * threads + 2 * part * groups * stages,
+                )
+    return None
+
+
+def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: int) -> int:
+    """How many row walkers (blocks, clusters, or blocks of one slab) run, each with a partial row of dw and db.
+
+    `blocks_at_once` is how many blocks (clusters) the device holds at the same time.
+    """
+    walkers = _divide_up(blocks_at_once, config.slabs) if config.route == "split" else blocks_at_once
+    bytes_a_row = problem.columns * compute_itemsize(problem.x_dtype.name) * (2 if problem.want_db else 1)
+    walkers = min(walkers, max(1, WORKSPACE_BYTES // 2 // bytes_a_row), _divide_up(problem.rows, config.groups))
+    return max(1, walkers)
+
+
+def forward_config(problem: NormProblem, aligned: bool) -> ForwardConfig:
+    """Choose the forward kernel; `aligned` says that every row of x and y starts at a multiple of 16 bytes."""
+    x = problem.x_dtype.name
+    vector = vector_width(x) if aligned and problem.columns % vector_width(x) == 0 else 1
+    definitions = _forward_definitions(problem.norm, x, vector > 1)
+    per_thread = columns_per_thread(x)
+    if problem.columns <= WARP * per_thread:
+        lanes = _power_of_two_at_least(_divide_up(problem.columns, per_thread if vector > 1 else 1), WARP)
+        return ForwardConfig("forward_direct", definitions, SMALL_BLOCK, lanes)
+    threads = _whole_warps(_divide_up(problem.columns, per_thread))
+    if threads <= FORWARD_MAX_THREADS:
+        return ForwardConfig("forward_direct", definitions, threads, threads)
+    return ForwardConfig("forward_swept", definitions, FORWARD_MAX_THREADS, FORWARD_MAX_THREADS)
+
+
+def partials_definitions(compute_name: str) -> tuple[str, ...]:
+    return (f"-DCOMPUTE_TYPE={compute_name}", _argument_bytes(PARTIALS_ARGUMENTS))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation: a source file, its kernels, its definitions."""
+
+    file: str
+    kernels: tuple[str, ...]
+    definitions: tuple[str, ...]
+
+
+def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
+    """Every compilation that the functions above can ask for on a device of this compute capability."""
+    device = Device(compute_capability, multiprocessors=1, shared_bytes=0)
+    for norm, x, dy, want_db, vector in product(
+        ("rmsnorm", "layernorm"), FLOAT_NAMES, FLOAT_NAMES, (False, True), (False, True)
+    ):
+        definitions = _backward_definitions(norm, x, dy, want_db, vector)
+        yield Variant("backward_direct.cu", ("backward_direct",), definitions)
+        yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), definitions)
+        if device.has_clusters and x == dy:
+            for cluster in (1, 2, 4, 8, 16):
+                if cluster <= device.largest_cluster:
+                    yield Variant("backward_staged.cu", ("backward_staged",), (*definitions, f"-DCLUSTER={cluster}"))
+    for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
+        yield Variant("forward.cu", ("forward_direct", "forward_swept"), _forward_definitions(norm, x, vector))
+    for compute_name in ("float32", "float64"):
+        yield Variant("partials.cu", ("reduce_partials",), partials_definitions(compute_name))
+
+
+def _backward_definitions(norm: str, x: str, dy: str, want_db: bool, vector: bool) -> tuple[str, ...]:
+    return (
+        f"-DLAYER_NORM={int(norm == 'layernorm')}",
+        f"-DX_TYPE={x}",
+        f"-DDY_TYPE={dy}",
+        f"-DWANT_DB={int(want_db)}",
+        f"-DVECTOR={int(vector)}",
+        _argument_bytes(BACKWARD_ARGUMENTS),
+    )
+
+
+def _forward_definitions(norm: str, x: str, vector: bool) -> tuple[str, ...]:
+    return (
+        f"-DLAYER_NORM={int(norm == 'layernorm')}",
+        f"-DX_TYPE={x}",
+        f"-DVECTOR={int(vector)}",
+        _argument_bytes(FORWARD_ARGUMENTS),
+    )
+
+
+def _argument_bytes(layout: str) -> str:
+    import struct
+
+    return f"-DARGUMENT_BYTES={struct.calcsize(layout)}"
+
+
+def _name(dtype: np.dtype[Any] | None) -> str:
+    assert dtype is not None
+    return dtype.name
+
+
+def _divide_up(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _whole_warps(threads: int) -> int:
+    return _divide_up(threads, WARP) * WARP
+
+
+def _power_of_two_at_least(n: int, most: int) -> int:
+    return min(most, 1 << (n - 1).bit_length())

@@ -1,0 +1,163 @@
+"""What people look at: the table, the progress bar, CSV and the picture."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from .bench import Measurement
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns under their heads: the three that name the case to the left, figures to the right."""
+    body = list(rows)
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        padded[:3] = [cell.ljust(width) for cell, width in zip(cells[:3], widths[:3], strict=True)]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(head), line(["-" * width for width in widths]), *map(line, body)])
+
+
+def progress(items: Sequence[Any], describe: Any, stream: TextIO | None = None) -> Iterator[Any]:
+    """Goes through the items; where the stream (stderr) is a terminal, a bar says how far it is."""
+    stream = stream or sys.stderr
+    if not stream.isatty():
+        yield from items
+        return
+    start = time.monotonic()
+    try:
+        for done, item in enumerate(items):
+            bar = ("#" * (20 * done // len(items))).ljust(20, ".")
+            left = (time.monotonic() - start) / done * (len(items) - done) if done else 0
+            note = f", {math.ceil(left)} s left" if done else ""
+            text = f"[{bar}] {done + 1}/{len(items)} {describe(item)}{note}"
+            stream.write(f"\r\x1b[K{text[: os.get_terminal_size(stream.fileno()).columns - 1]}")
+            stream.flush()
+            yield item
+    finally:
+        stream.write("\r\x1b[K")
+        stream.flush()
+
+
+def timing_head(device_is_cuda: bool) -> list[str]:
+    return ["op", "rows x N", "dtype x/w", "time us" if device_is_cuda else "time ms", "GB/s", "of triad"]
+
+
+def timing_cells(m: Measurement, device_is_cuda: bool) -> list[str]:
+    seconds = f"{m.seconds * 1e6:.1f}" if device_is_cuda else f"{m.seconds * 1e3:.2f}"
+    return [m.case.op, m.case.shape, m.case.dtypes, seconds, gbps(m.gbps), f"{m.fraction:.3f}"]
+
+
+def gbps(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A new file to write into, which takes the path's place once all went well and vanishes if not.
+
+    Made at once, so that a path that cannot be written raises OSError before any work.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is there and is not a regular file")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise OSError(f"{path} is write-protected")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.touch(exist_ok=False)
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+CSV_HEAD = (
+    "op rows columns dtype w_dtype has_bias device seconds bytes gbps "
+    "fraction triad_seconds triad_gbps empty_seconds".split()
+)  # fmt: skip
+
+
+def write_csv(path: Path, measurements: Iterable[Measurement]) -> None:
+    """One line for each measurement; `triad_seconds` is scaled to the bytes that the work needs."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(CSV_HEAD)
+        for m in measurements:
+            case = m.case
+            writer.writerow(
+                [
+                    *(case.op, case.rows, case.columns, case.dtype.name, case.w_dtype.name, int(case.has_bias)),
+                    *(m.device, f"{m.seconds:.9f}", case.bytes, f"{m.gbps:.2f}", f"{m.fraction:.4f}"),
+                    *(f"{m.triad_seconds:.9f}", f"{m.triad.gbps:.2f}", f"{m.empty_seconds:.9f}"),
+                ]
+            )
+
+
+def plot_formats() -> set[str]:
+    """File name endings that `write_plot` can write. Raises ImportError without matplotlib."""
+    from matplotlib.figure import Figure
+
+    return set(Figure().canvas.get_supported_filetypes())
+
+
+def write_plot(path: Path, measurements: Sequence[Measurement], file_format: str) -> None:
+    """GB/s against N, a line for each op and dtype, the triad as the ceiling; readable in black and white."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    lines: dict[str, list[tuple[int, float]]] = {}
+    ceilings: dict[str, dict[int, float]] = {}
+    rows_by_columns: dict[int, set[int]] = {}
+    for m in measurements:
+        rows_by_columns.setdefault(m.case.columns, set()).add(m.case.rows)
+    one_line_each = all(len(rows) == 1 for rows in rows_by_columns.values())
+    for m in measurements:
+        label = f"{m.case.op}, {m.case.dtypes}"
+        if not one_line_each:
+            label += f", {m.case.rows} rows"
+        lines.setdefault(label, []).append((m.case.columns, m.gbps))
+        triads = ceilings.setdefault(m.case.dtype.name, {})
+        triads[m.case.columns] = max(triads.get(m.case.columns, 0.0), m.triad.gbps)
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for number, (name, triads) in enumerate(ceilings.items()):
+        label = "triad z = x + dy" + (f", {name}" if len(ceilings) > 1 else "")
+        width = 3.0 - 0.8 * number
+        axes.plot(
+            *zip(*sorted(triads.items()), strict=True),
+            color="0.65",
+            linewidth=width,
+            label=label,
+            marker="_",
+            markersize=14,
+        )
+    for number, (label, points) in enumerate(lines.items()):
+        axes.plot(
+            *zip(*sorted(points), strict=True),
+            color=("black", "0.4")[number // 4 % 2], linestyle=("-", "--", ":", "-.")[number % 4],
+            marker="osD^vPX*"[number % 8], markersize=6, label=label,
+        )  # fmt: skip
+    columns = sorted({m.case.columns for m in measurements})
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(columns))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticklabels([str(n) for n in columns], rotation=45 if len(columns) > 8 else 0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("N, elements in a row")
+    axes.set_ylabel("GB/s of the bytes that the work needs")
+    axes.set_title(f"cupynorm on {measurements[0].device}")
+    axes.grid(color="0.9")
+    axes.legend(fontsize="small")
+    figure.savefig(path, format=file_format, dpi=150)

@@ -1,0 +1,230 @@
+// What all backward kernels share: arguments, derived sizes, the arithmetic of a row, the column sums.
+//
+// With x̂ = (x − mean)·rstd (RMSNorm: mean = 0) and g = dy·w, for each row of `columns`:
+//
+//     c1 = mean(g·x̂)   c2 = mean(g) (RMSNorm: 0)   dx = (g − x̂·c1 − c2)·rstd   dw = Σ_rows dy·x̂   db = Σ_rows dy
+//
+// Compile-time switches, given by -D:
+//   LAYER_NORM  0: RMSNorm, 1: LayerNorm
+//   X_TYPE      element type of x and dx          DY_TYPE  element type of dy
+//   WANT_DB     1: db is summed as well           VECTOR   1: 16-byte accesses, 0: single elements
+// Decided at run time, because it costs nothing: the type of w, and whether dx and dw are wanted (null pointers).
+#pragma once
+
+#include "element.cuh"
+#include "reduce.cuh"
+
+constexpr bool kLayerNorm = LAYER_NORM;
+constexpr bool kWantDb = WANT_DB;
+
+// The neutral values are the only ones so far; a kernel that honours the others replaces the assertion.
+#ifndef ADD_RESIDUAL_GRADIENT
+#define ADD_RESIDUAL_GRADIENT 0
+#endif
+static_assert(!ADD_RESIDUAL_GRADIENT, "dx + dresidual_out in the same pass is not implemented");
+
+using X = X_TYPE;
+using Dy = DY_TYPE;
+
+template <class T> struct ComputeOf { using type = float; };
+template <> struct ComputeOf<double> { using type = double; };
+using Compute = typename ComputeOf<X>::type;
+
+constexpr int kColumnsPerThread = sizeof(Compute) == 8 ? 8 : 16;
+constexpr int kVector = VECTOR ? 16 / minimum(sizeof(X), sizeof(Dy)) : 1;
+constexpr int kVectors = kColumnsPerThread / kVector;
+static_assert(kVectors * kVector == kColumnsPerThread, "the vectors cover a thread's columns exactly");
+
+// A thread adds this many rows into registers before it adds the registers into shared memory: two levels keep the
+// error of long float32 sums at that of short ones. Relative to the sum, n terms cost about 2.5e-8·sqrt(n/2).
+constexpr int kRowsPerFlush = 16;
+
+struct BackwardArguments {
+    const X* x;
+    const Dy* dy;
+    const void* w;          // null: ones
+    const Compute* mean;    // LayerNorm
+    const Compute* rstd;
+    X* dx;                  // null: not wanted
+    Compute* dw_partials;   // null: not wanted; one row of `columns` for each block or cluster
+    Compute* db_partials;
+    Sums<Compute>* sums;    // split route: rows × slabs
+    int64 rows;
+    int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
+    int columns;
+    int w_code;             // ElementCode
+    int group_threads;      // threads that share a row
+    int slab_columns;       // columns of a row that one block holds
+    int stages;             // staged route: rows in flight
+    int slabs;              // split route: blocks that share a row
+};
+static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
+
+// The constants of one row.
+struct RowStatistics {
+    Compute mean, rstd;
+
+    __device__ void load(const BackwardArguments& a, int64 row) {
+        rstd = a.rstd[row];
+        if constexpr (kLayerNorm) mean = a.mean[row];
+    }
+    __device__ Compute x_hat(Compute x) const {
+        if constexpr (kLayerNorm) x -= mean;
+        return x * rstd;
+    }
+};
+
+// A row's two coefficients, from its sums.
+struct RowCoefficients {
+    Compute c1, c2;
+
+    __device__ RowCoefficients(const Sums<Compute>& sums, Compute columns)
+        : c1(sums.first / columns), c2(kLayerNorm ? sums.second / columns : Compute(0)) {}
+    __device__ Compute dx(Compute g, Compute x_hat, Compute rstd) const {
+        Compute centred = g - x_hat * c1;
+        if constexpr (kLayerNorm) centred -= c2;
+        return centred * rstd;
+    }
+};
+
+// One thread's columns: `kVectors` vectors, `threads` vectors apart, so that a warp reads consecutive memory.
+struct Columns {
+    int first, step, count;
+
+    __device__ Columns(int thread, int threads, int columns)
+        : first(thread * kVector), step(threads * kVector), count(columns) {}
+    __device__ int at(int vector) const { return first + vector * step; }
+    __device__ bool holds(int vector) const { return at(vector) < count; }
+};
+
+using Weights = Compute[kVectors][kVector];
+
+__device__ inline void load_weights(Weights& w, const BackwardArguments& a, const Columns& own, int first_column) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) {
+            w[k][v] = Compute(1);
+            if (a.w_code != kNone && own.holds(k)) {
+                w[k][v] = load_element<Compute>(a.w, a.w_code, first_column + own.at(k) + v);
+            }
+        }
+    }
+}
+
+// This thread's share of a row's sums, from one vector.
+__device__ inline void add_to_sums(Sums<Compute>& sums, const Packed<X, kVector>& x_packed,
+                                   const Packed<Dy, kVector>& dy_packed, const Compute (&w)[kVector],
+                                   const RowStatistics& row) {
+    Compute x[kVector], dy[kVector];
+    x_packed.unpack(x);
+    dy_packed.unpack(dy);
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+        const Compute g = dy[v] * w[v];
+        sums.first += g * row.x_hat(x[v]);
+        if constexpr (kLayerNorm) sums.second += g;
+    }
+}
+
+// The columns' sums over rows. Level one lies in registers, level two in shared memory, where the groups of a block are
+// added together at the end: entry (column slot e, thread t) of `outer` is e·threads + t.
+struct ColumnSums {
+    Compute dw[kVectors][kVector], db[kWantDb ? kVectors : 1][kVector];
+    Compute *outer_dw, *outer_db;
+    int threads, rows_since_flush;
+
+    static constexpr int kSums = kWantDb ? 2 : 1;
+    __device__ static constexpr int shared_bytes(int threads) {
+        return kSums * kColumnsPerThread * threads * int(sizeof(Compute));
+    }
+
+    __device__ ColumnSums(void* shared, int threads) : threads(threads), rows_since_flush(0) {
+        outer_dw = static_cast<Compute*>(shared);
+        outer_db = outer_dw + kColumnsPerThread * threads;
+        if (int(threadIdx.x) < threads) {  // entries of its own, so no barrier; other threads have none
+#pragma unroll
+            for (int i = 0; i < kSums * kColumnsPerThread; ++i) outer_dw[i * threads + threadIdx.x] = Compute(0);
+        }
+        clear();
+    }
+
+    __device__ void clear() {
+        rows_since_flush = 0;
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+            for (int v = 0; v < kVector; ++v) {
+                dw[k][v] = Compute(0);
+                if constexpr (kWantDb) db[k][v] = Compute(0);
+            }
+        }
+    }
+
+    __device__ void add(int k, const Compute (&dy)[kVector], const Compute (&x_hat)[kVector]) {
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) {
+            dw[k][v] += dy[v] * x_hat[v];
+            if constexpr (kWantDb) db[k][v] += dy[v];
+        }
+    }
+
+    __device__ void row_done() {
+        if (++rows_since_flush == kRowsPerFlush) flush();
+    }
+
+    // Each thread adds into entries of its own: no barrier.
+    __device__ void flush() {
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+            for (int v = 0; v < kVector; ++v) {
+                const int entry = (k * kVector + v) * threads + threadIdx.x;
+                outer_dw[entry] += dw[k][v];
+                if constexpr (kWantDb) outer_db[entry] += db[k][v];
+            }
+        }
+        clear();
+    }
+
+    // After a flush and a block barrier: adds the groups and writes the block's partial row.
+    __device__ void write_partials(const BackwardArguments& a, int64 partial_row, int first_column, int columns,
+                                   int group_threads) const {
+        for (int column = threadIdx.x; column < columns; column += blockDim.x) {
+            const int vector = column / kVector;
+            const int slot = vector / group_threads * kVector + column % kVector;
+            const int first_entry = slot * threads + vector % group_threads;
+            Compute dw_sum = Compute(0), db_sum = Compute(0);
+            for (int entry = first_entry; entry < slot * threads + threads; entry += group_threads) {
+                dw_sum += outer_dw[entry];
+                if constexpr (kWantDb) db_sum += outer_db[entry];
+            }
+            const int64 target = partial_row * a.columns + first_column + column;
+            if (a.dw_partials) a.dw_partials[target] = dw_sum;
+            if constexpr (kWantDb) {
+                if (a.db_partials) a.db_partials[target] = db_sum;
+            }
+        }
+    }
+};
+
+// The second half of a row's work, for one vector: dx, and the columns' sums.
+__device__ inline void finish_vector(const BackwardArguments& a, ColumnSums& columns, int k,
+                                     const Packed<X, kVector>& x_packed, const Packed<Dy, kVector>& dy_packed,
+                                     const Compute (&w)[kVector], const RowStatistics& row,
+                                     const RowCoefficients& coefficients, X* dx_target) {
+    Compute x_hat[kVector], dy[kVector], dx[kVector];
+    x_packed.unpack(x_hat);
+    dy_packed.unpack(dy);
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+        x_hat[v] = row.x_hat(x_hat[v]);
+        dx[v] = coefficients.dx(dy[v] * w[v], x_hat[v], row.rstd);
+    }
+    if (a.dx) {
+        Packed<X, kVector> packed;
+        packed.pack(dx);
+        packed.store_streaming(dx_target);
+    }
+    columns.add(k, dy, x_hat);
+}

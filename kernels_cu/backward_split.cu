@@ -1,0 +1,88 @@
+// Backward pass for rows of any length, in two sweeps over memory: the sums of every row, then dx, dw and db.
+//
+// The route for rows that fit on no chip, and for long rows where there are no clusters. A row is split by columns over
+// `slabs` blocks of blockIdx.x, 16 columns a thread (8 in float64); blockIdx.y walks rows. The first kernel writes one
+// pair of sums per row and slab; the second adds a row's pairs and does the rest. x and dy cross memory twice, dx once.
+// Orders of sums: a row over a thread's columns, over lanes and warps by butterflies, over the slabs likewise.
+#include "backward.cuh"
+
+constexpr int kThreads = 256;
+
+struct Slab {
+    int first_column, columns;
+
+    __device__ explicit Slab(const BackwardArguments& a)
+        : first_column(blockIdx.x * a.slab_columns), columns(minimum(a.slab_columns, a.columns - first_column)) {}
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads) backward_split_sums(const BackwardArguments a) {
+    __shared__ Sums<Compute> warp_sums[2][kThreads / 32];
+    const Slab slab(a);
+    const Columns own(threadIdx.x, kThreads, slab.columns);
+    Weights w;
+    load_weights(w, a, own, slab.first_column);
+
+    int buffer = 0;
+    for (int64 row = blockIdx.y; row < a.rows; row += gridDim.y, buffer ^= 1) {
+        RowStatistics statistics;
+        statistics.load(a, row);
+        Sums<Compute> sums = {Compute(0), Compute(0)};
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            if (own.holds(k)) {
+                Packed<X, kVector> x;
+                Packed<Dy, kVector> dy;
+                x.load(a.x + row * a.x_row_stride + slab.first_column + own.at(k));
+                dy.load(a.dy + row * a.dy_row_stride + slab.first_column + own.at(k));
+                add_to_sums(sums, x, dy, w[k], statistics);
+            }
+        }
+        sum_over_warp<kLayerNorm>(sums);
+        if (threadIdx.x % 32 == 0) warp_sums[buffer][threadIdx.x / 32] = sums;
+        __syncthreads();
+        if (threadIdx.x < 32) {
+            sums = sum_entries<kLayerNorm>(warp_sums[buffer], kThreads / 32);
+            if (threadIdx.x == 0) a.sums[row * a.slabs + blockIdx.x] = sums;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) backward_split_apply(const BackwardArguments a) {
+    extern __shared__ uint4 shared[];
+    const Slab slab(a);
+    const Columns own(threadIdx.x, kThreads, slab.columns);
+    ColumnSums column_sums(shared, kThreads);
+    Weights w;
+    load_weights(w, a, own, slab.first_column);
+
+    for (int64 row = blockIdx.y; row < a.rows; row += gridDim.y) {
+        Packed<X, kVector> x[kVectors];
+        Packed<Dy, kVector> dy[kVectors];
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            if (own.holds(k)) {
+                x[k].load_streaming(a.x + row * a.x_row_stride + slab.first_column + own.at(k));
+                dy[k].load_streaming(a.dy + row * a.dy_row_stride + slab.first_column + own.at(k));
+            }
+        }
+        RowStatistics statistics;
+        statistics.load(a, row);
+        Sums<Compute> sums = {Compute(0), Compute(0)};
+        if (a.dx) sums = sum_entries<kLayerNorm>(a.sums + row * a.slabs, a.slabs);
+        const RowCoefficients coefficients(sums, Compute(a.columns));
+        X* const dx = a.dx + row * a.dx_row_stride + slab.first_column;
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            if (own.holds(k)) {
+                finish_vector(a, column_sums, k, x[k], dy[k], w[k], statistics, coefficients, dx + own.at(k));
+            }
+        }
+        column_sums.row_done();
+    }
+
+    if (a.dw_partials || a.db_partials) {
+        column_sums.flush();
+        __syncthreads();
+        column_sums.write_partials(a, blockIdx.y, slab.first_column, slab.columns, kThreads);
+    }
+}

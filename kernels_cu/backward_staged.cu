@@ -1,0 +1,240 @@
+// Backward pass for rows that fit in shared memory, of one block or of the blocks of a cluster (compute capability 9.0).
+//
+// A row is split by columns over the CLUSTER blocks of a cluster, `slab_columns` each, 16 columns a thread (8 in
+// float64). Where CLUSTER is 1, a block may hold several groups of `group_threads` threads (several warps each), every
+// group with rows of its own. A group keeps `stages` rows in flight: bulk copies bring x and dy into its ring in shared
+// memory, from where they are read twice, for the row's sums and for dx.
+//
+// The sums of row j + 1 are posted before those of row j are awaited, so the exchange between warps, and between
+// blocks by remote stores that complete on the receiver's barrier, hides behind work. Whoever has collected row j
+// knows more: every warp has posted row j, so every warp is done with row j − 2, and that row's place in the
+// ring can be filled again. No other barrier is needed.
+//
+// In registers: this thread's w, dw and db. In shared memory: the rings, the second level of dw and db, four slots of
+// sums per group. To memory: x, dy and dx once; one partial row of dw and db for each cluster. Orders of sums: a row
+// over a thread's columns, over its lanes by a butterfly, over its warps and blocks likewise; a column over 16
+// rows, over these in turn, over the block's groups.
+//
+// With VECTOR = 0 rows may start anywhere: the copy takes the 16-byte words that cover the row, at most 15 bytes more
+// on either side, all in words that hold at least one byte of the row.
+#include "backward.cuh"
+#include "pipeline.cuh"
+
+constexpr int kMaxThreads = 512;
+constexpr int kMaxWarps = kMaxThreads / 32;
+constexpr int kMaxGroups = CLUSTER > 1 ? 1 : kMaxWarps;
+constexpr int kMaxStages = 8;
+constexpr int kSlots = 4;  // a row's sums stay readable until every warp has posted the row after next
+
+struct Barriers {
+    Barrier full[kMaxGroups][kMaxStages];
+    Barrier summed[kMaxGroups][kSlots];
+};
+
+// The rows of one group: first, first + step, …
+struct RowWalk {
+    int64 first, step;
+    int count;
+
+    __device__ RowWalk(int64 rows, int group, int groups) {
+        first = int64(blockIdx.x / CLUSTER) * groups + group;
+        step = int64(gridDim.x / CLUSTER) * groups;
+        count = first < rows ? int((rows - first + step - 1) / step) : 0;
+    }
+    __device__ int64 row(int j) const { return first + j * step; }
+};
+
+// Where a row's part lies in memory: the aligned words to copy, and the part's first byte in them.
+struct Window {
+    const char* start;
+    int bytes, offset;
+
+    template <class T> __device__ Window(const T* part, int columns) {
+        offset = kVector > 1 ? 0 : int(reinterpret_cast<unsigned long long>(part) % 16);
+        start = reinterpret_cast<const char*>(part) - offset;
+        bytes = (offset + columns * int(sizeof(T)) + 15) / 16 * 16;
+    }
+};
+
+// A group's rows in flight: for each stage a part of x and a part of dy.
+struct Ring {
+    char* base;
+    Barrier* full;
+    int x_bytes, stage_bytes, first_column, columns;
+
+    __device__ static int part_bytes(int columns, int element_bytes) {
+        return (columns * element_bytes + (kVector > 1 ? 0 : 32) + 127) / 128 * 128;
+    }
+
+    __device__ Ring(char* shared, Barrier* full, const BackwardArguments& a, int group, int first_column, int columns)
+        : full(full), first_column(first_column), columns(columns) {
+        x_bytes = part_bytes(a.slab_columns, sizeof(X));
+        stage_bytes = x_bytes + part_bytes(a.slab_columns, sizeof(Dy));
+        base = shared + group * a.stages * stage_bytes;
+    }
+
+    __device__ void fill(const BackwardArguments& a, int stage, int64 row) const {
+        const Window x(a.x + row * a.x_row_stride + first_column, columns);
+        const Window dy(a.dy + row * a.dy_row_stride + first_column, columns);
+        const SharedAddress target = shared_address(base + stage * stage_bytes);
+        full[stage].arrive_expecting(x.bytes + dy.bytes);
+        bulk_copy(target, x.start, x.bytes, full[stage]);
+        bulk_copy(target + x_bytes, dy.start, dy.bytes, full[stage]);
+    }
+
+    __device__ void load(const BackwardArguments& a, int stage, int64 row, int column, Packed<X, kVector>& x,
+                         Packed<Dy, kVector>& dy) const {
+        const char* part = base + stage * stage_bytes;
+        const Window x_window(a.x + row * a.x_row_stride + first_column, columns);
+        const Window dy_window(a.dy + row * a.dy_row_stride + first_column, columns);
+        x.load(reinterpret_cast<const X*>(part + x_window.offset) + column);
+        dy.load(reinterpret_cast<const Dy*>(part + x_bytes + dy_window.offset) + column);
+    }
+};
+
+// A place in the ring, and the parity of the phase that its barrier is in on this lap.
+struct RingPlace {
+    int stage, parity;
+
+    __device__ void advance(int stages) {
+        if (++stage == stages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+    __device__ int stage_before(int rows, int stages) const { return stage >= rows ? stage - rows : stage - rows + stages; }
+};
+
+// A group's exchange of row sums. Row number j of the group uses slot j % kSlots.
+struct SumExchange {
+    Barrier* summed;
+    Sums<Compute>* slots;
+    int warps, entries, rank;  // warps of this group in this block; entries of a slot
+
+    __device__ SumExchange(Barrier* summed, Sums<Compute>* sums, int group, int group_threads, int rank)
+        : summed(summed), warps(group_threads / 32), entries(group_threads / 32 * CLUSTER), rank(rank) {
+        slots = sums + group * kSlots * entries;
+    }
+
+    __device__ void init(int thread) const {
+        if (thread < kSlots) summed[thread].init(CLUSTER > 1 ? 1 : warps);
+    }
+
+    __device__ void post(Sums<Compute> sums, int j, int thread) const {
+        const int slot = j % kSlots, warp = thread / 32, lane = thread % 32;
+        sum_over_warp<kLayerNorm>(sums);
+        __syncwarp();  // the warp's reads of earlier rows come before its arrival
+        Sums<Compute>* entry = slots + slot * entries + rank * warps + warp;
+        if constexpr (CLUSTER > 1) {
+            if (thread == 0) summed[slot].arrive_expecting(entries * int(sizeof(Sums<Compute>)));
+            if (lane < CLUSTER) {
+                store_remote(address_in_block(shared_address(entry), lane),
+                             address_in_block(summed[slot].address(), lane), sums.first, sums.second);
+            }
+        } else if (lane == 0) {
+            *entry = sums;
+            summed[slot].arrive();
+        }
+    }
+
+    __device__ Sums<Compute> collect(int j) const {
+        const int slot = j % kSlots;
+        summed[slot].wait(j / kSlots & 1);
+        return sum_entries<kLayerNorm>(slots + slot * entries, entries);
+    }
+};
+
+#if CLUSTER > 1
+#define CLUSTER_DIMENSIONS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTER_DIMENSIONS
+#endif
+
+__device__ inline void barrier_over_row_sharers() {
+    if constexpr (CLUSTER > 1) cluster_barrier();
+    else __syncthreads();
+}
+
+extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(kMaxThreads, 1)
+    backward_staged(const BackwardArguments a) {
+    extern __shared__ __align__(128) uint4 shared[];
+    __shared__ Barriers barriers;
+    __shared__ Sums<Compute> sums[kSlots * kMaxWarps * CLUSTER];
+
+    const int groups = blockDim.x / a.group_threads;
+    const int group = threadIdx.x / a.group_threads, thread = threadIdx.x % a.group_threads;
+    const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+    const int first_column = rank * a.slab_columns;
+    const int columns = minimum(a.slab_columns, a.columns - first_column);
+
+    const RowWalk walk(a.rows, group, groups);
+    const Ring ring(reinterpret_cast<char*>(shared) + ColumnSums::shared_bytes(blockDim.x), barriers.full[group], a, group,
+                    first_column, columns);
+    const SumExchange exchange(barriers.summed[group], sums, group, a.group_threads, rank);
+    exchange.init(thread);
+    if (thread < a.stages) ring.full[thread].init(1);
+    fence_barrier_init();
+    barrier_over_row_sharers();
+    if (thread == 0) {
+        for (int j = 0; j < minimum(a.stages, walk.count); ++j) ring.fill(a, j, walk.row(j));
+    }
+
+    const Columns own(thread, a.group_threads, columns);
+    ColumnSums column_sums(shared, blockDim.x);
+    Weights w;
+    load_weights(w, a, own, first_column);
+
+    const auto post_sums = [&](int j, RingPlace place, const RowStatistics& statistics) {
+        ring.full[place.stage].wait(place.parity);
+        Sums<Compute> partial = {Compute(0), Compute(0)};
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            if (own.holds(k)) {
+                Packed<X, kVector> x;
+                Packed<Dy, kVector> dy;
+                ring.load(a, place.stage, walk.row(j), own.at(k), x, dy);
+                add_to_sums(partial, x, dy, w[k], statistics);
+            }
+        }
+        exchange.post(partial, j, thread);
+    };
+
+    RowStatistics current, next, after_next;
+    RingPlace place = {0, 0}, next_place = place;
+    if (walk.count > 0) {
+        current.load(a, walk.row(0));
+        post_sums(0, place, current);
+    }
+    if (walk.count > 1) next.load(a, walk.row(1));
+    for (int j = 0; j < walk.count; ++j) {
+        next_place.advance(a.stages);
+        if (j + 2 < walk.count) after_next.load(a, walk.row(j + 2));
+        if (j + 1 < walk.count) post_sums(j + 1, next_place, next);
+        const RowCoefficients coefficients(exchange.collect(j), Compute(a.columns));
+        if (thread == 0 && j >= 2 && j - 2 + a.stages < walk.count) {
+            ring.fill(a, place.stage_before(2, a.stages), walk.row(j - 2 + a.stages));
+        }
+        const int64 row = walk.row(j);
+        X* const dx = a.dx + row * a.dx_row_stride + first_column;
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            if (own.holds(k)) {
+                Packed<X, kVector> x;
+                Packed<Dy, kVector> dy;
+                ring.load(a, place.stage, row, own.at(k), x, dy);
+                finish_vector(a, column_sums, k, x, dy, w[k], current, coefficients, dx + own.at(k));
+            }
+        }
+        column_sums.row_done();
+        place = next_place;
+        current = next;
+        next = after_next;
+    }
+    column_sums.flush();
+
+    // Also: no block leaves while another may still store into its shared memory.
+    barrier_over_row_sharers();
+    if (a.dw_partials || a.db_partials) {
+        column_sums.write_partials(a, blockIdx.x / CLUSTER, first_column, columns, a.group_threads);
+    }
+}

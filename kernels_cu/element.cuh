@@ -1,0 +1,181 @@
+// Element types, their conversions, and packed vectors that move in 16-byte accesses.
+//
+// No CUDA header is included anywhere in kernels_cu/: NVRTC then compiles a kernel several times faster. Sixteen-bit
+// floats are therefore structs around their bits, converted by the hardware's own instructions.
+#pragma once
+
+using int64 = long long;
+
+struct float16 { unsigned short bits; };
+struct bfloat16 { unsigned short bits; };
+using float32 = float;
+using float64 = double;
+
+// The element type of an array that is read or written once per column, chosen at run time.
+enum ElementCode : int { kNone = 0, kFloat16 = 1, kBfloat16 = 2, kFloat32 = 3, kFloat64 = 4 };
+
+template <class A, class B> constexpr bool same_type = false;
+template <class A> constexpr bool same_type<A, A> = true;
+
+__device__ constexpr int minimum(int a, int b) { return a < b ? a : b; }
+
+// --- widening: exact ------------------------------------------------------------------------------------------------
+
+template <class C> __device__ C widen(float16 value) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
+    return wide;
+}
+template <class C> __device__ C widen(bfloat16 value) { return __uint_as_float(unsigned(value.bits) << 16); }
+template <class C> __device__ C widen(float value) { return value; }
+template <class C> __device__ C widen(double value) { return C(value); }
+
+// --- narrowing: one rounding to nearest, ties to even ---------------------------------------------------------------
+
+template <class T> struct Narrow;
+
+template <> struct Narrow<float64> {
+    __device__ static double from(double value) { return value; }
+};
+
+template <> struct Narrow<float32> {
+    __device__ static float from(float value) { return value; }
+    __device__ static float from(double value) { return float(value); }
+};
+
+// float64 on its way to 16 bits: truncated to float32 with the lost bits folded into the last one ("round to odd"),
+// so that the second rounding is the only one that shows.
+__device__ inline float round_to_odd(double value) {
+    const float truncated = __double2float_rz(value);
+    const bool inexact = double(truncated) != value && value == value;
+    return __uint_as_float(__float_as_uint(truncated) | unsigned(inexact));
+}
+
+template <> struct Narrow<float16> {
+    __device__ static float16 from(float value) {
+        float16 result;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+        return result;
+    }
+    __device__ static float16 from(double value) { return from(round_to_odd(value)); }
+    __device__ static unsigned pair(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+        unsigned packed;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+        return packed;
+#else
+        return unsigned(from(low).bits) | unsigned(from(high).bits) << 16;
+#endif
+    }
+};
+
+template <> struct Narrow<bfloat16> {
+    __device__ static bfloat16 from(float value) {
+#if __CUDA_ARCH__ >= 800
+        bfloat16 result;
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+        return result;
+#else
+        const unsigned bits = __float_as_uint(value);
+        const unsigned rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+        return {(unsigned short)((value == value ? rounded : bits | 0x400000u) >> 16)};
+#endif
+    }
+    __device__ static bfloat16 from(double value) { return from(round_to_odd(value)); }
+    __device__ static unsigned pair(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+        unsigned packed;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+        return packed;
+#else
+        return unsigned(from(low).bits) | unsigned(from(high).bits) << 16;
+#endif
+    }
+};
+
+// --- one element of a type known at run time ------------------------------------------------------------------------
+
+template <class C> __device__ C load_element(const void* base, int code, int64 index) {
+    switch (code) {
+        case kFloat16: return widen<C>(static_cast<const float16*>(base)[index]);
+        case kBfloat16: return widen<C>(static_cast<const bfloat16*>(base)[index]);
+        case kFloat32: return widen<C>(static_cast<const float*>(base)[index]);
+        default: return widen<C>(static_cast<const double*>(base)[index]);
+    }
+}
+
+template <class C> __device__ void store_element(void* base, int code, int64 index, C value) {
+    switch (code) {
+        case kFloat16: static_cast<float16*>(base)[index] = Narrow<float16>::from(value); break;
+        case kBfloat16: static_cast<bfloat16*>(base)[index] = Narrow<bfloat16>::from(value); break;
+        case kFloat32: static_cast<float*>(base)[index] = Narrow<float32>::from(value); break;
+        default: static_cast<double*>(base)[index] = value;
+    }
+}
+
+// --- packed vectors -------------------------------------------------------------------------------------------------
+
+// V consecutive elements as they lie in memory. Either V = 1, or V elements fill whole 16-byte words.
+template <class T, int V> struct Packed {
+    static constexpr int kBytes = V * int(sizeof(T));
+    static_assert(V == 1 || kBytes % 16 == 0, "a vector fills whole 16-byte words");
+    uint4 words[kBytes / 16];
+
+    __device__ void load(const T* source) {
+#pragma unroll
+        for (int i = 0; i < kBytes / 16; ++i) words[i] = reinterpret_cast<const uint4*>(source)[i];
+    }
+
+    __device__ void load_streaming(const T* source) {  // read once: leave the cache to what is read again
+#pragma unroll
+        for (int i = 0; i < kBytes / 16; ++i) words[i] = __ldcs(reinterpret_cast<const uint4*>(source) + i);
+    }
+
+    __device__ void store_streaming(T* target) const {
+#pragma unroll
+        for (int i = 0; i < kBytes / 16; ++i) __stcs(reinterpret_cast<uint4*>(target) + i, words[i]);
+    }
+
+    template <class C> __device__ void unpack(C (&values)[V]) const {
+        const unsigned* word = reinterpret_cast<const unsigned*>(words);
+        if constexpr (sizeof(T) == 2) {
+#pragma unroll
+            for (int i = 0; i < V / 2; ++i) {
+                values[2 * i] = widen<C>(T{(unsigned short)(word[i] & 0xffffu)});
+                values[2 * i + 1] = widen<C>(T{(unsigned short)(word[i] >> 16)});
+            }
+        } else if constexpr (sizeof(T) == 4) {
+#pragma unroll
+            for (int i = 0; i < V; ++i) values[i] = widen<C>(__uint_as_float(word[i]));
+        } else {
+#pragma unroll
+            for (int i = 0; i < V; ++i) values[i] = widen<C>(__hiloint2double(int(word[2 * i + 1]), int(word[2 * i])));
+        }
+    }
+
+    template <class C> __device__ void pack(const C (&values)[V]) {
+        unsigned* word = reinterpret_cast<unsigned*>(words);
+        if constexpr (sizeof(T) == 2) {
+#pragma unroll
+            for (int i = 0; i < V / 2; ++i) word[i] = Narrow<T>::pair(float(values[2 * i]), float(values[2 * i + 1]));
+        } else if constexpr (sizeof(T) == 4) {
+#pragma unroll
+            for (int i = 0; i < V; ++i) word[i] = __float_as_uint(Narrow<T>::from(values[i]));
+        } else {
+#pragma unroll
+            for (int i = 0; i < V; ++i) {
+                word[2 * i] = unsigned(__double2loint(values[i]));
+                word[2 * i + 1] = unsigned(__double2hiint(values[i]));
+            }
+        }
+    }
+};
+
+template <class T> struct Packed<T, 1> {
+    T element;
+    __device__ void load(const T* source) { element = *source; }
+    __device__ void load_streaming(const T* source) { element = *source; }
+    __device__ void store_streaming(T* target) const { *target = element; }
+    template <class C> __device__ void unpack(C (&values)[1]) const { values[0] = widen<C>(element); }
+    template <class C> __device__ void pack(const C (&values)[1]) { element = Narrow<T>::from(values[0]); }
+};

@@ -1,0 +1,176 @@
+// Forward pass: y = (x − mean)·rstd·w + b, and the row's mean and rstd.
+//
+//     LayerNorm: mean = Σx / N, rstd = 1/sqrt(Σ(x − mean)² / N + eps)        RMSNorm: rstd = 1/sqrt(Σx² / N + eps)
+//
+// The variance is always that of centred values: rows far from zero lose nothing. Two routes, one a row that fits in the
+// registers of a group of threads, one for longer rows, which a block reads again for every sweep (from the L2 cache
+// where it can). Orders of sums: over a thread's columns, over lanes and warps by butterflies.
+//
+// Compile-time switches: LAYER_NORM, X_TYPE, VECTOR as in backward.cuh.
+#include "element.cuh"
+#include "reduce.cuh"
+
+constexpr bool kLayerNorm = LAYER_NORM;
+using X = X_TYPE;
+template <class T> struct ComputeOf { using type = float; };
+template <> struct ComputeOf<double> { using type = double; };
+using Compute = typename ComputeOf<X>::type;
+
+constexpr int kColumnsPerThread = sizeof(Compute) == 8 ? 8 : 16;
+constexpr int kVector = VECTOR ? 16 / int(sizeof(X)) : 1;
+constexpr int kVectors = kColumnsPerThread / kVector;
+constexpr int kMaxThreads = 512;
+
+struct ForwardArguments {
+    const X* x;
+    const void *w, *b;  // null: ones, zeros
+    X* y;
+    Compute *mean, *rstd;
+    int64 rows;
+    int64 x_row_stride, y_row_stride;  // in elements
+    double eps;
+    int columns;
+    int w_code, b_code;  // ElementCode
+    int group_threads;   // threads that share a row
+};
+static_assert(sizeof(ForwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
+
+using Vector = Packed<X, kVector>;
+
+__device__ inline Compute weight(const ForwardArguments& a, int column) {
+    return a.w_code == kNone ? Compute(1) : load_element<Compute>(a.w, a.w_code, column);
+}
+__device__ inline Compute bias(const ForwardArguments& a, int column) {
+    return a.b_code == kNone ? Compute(0) : load_element<Compute>(a.b, a.b_code, column);
+}
+__device__ inline Compute reciprocal_root(Compute mean_square, double eps) {
+    const Compute root = sizeof(Compute) == 8 ? Compute(sqrt(double(mean_square) + eps))
+                                              : Compute(sqrtf(float(mean_square) + float(eps)));
+    return Compute(1) / root;
+}
+
+extern "C" __global__ void __launch_bounds__(kMaxThreads) forward_direct(const ForwardArguments a) {
+    __shared__ GroupSum<Compute, kMaxThreads / 32> group_sum;
+    const int groups = blockDim.x / a.group_threads;
+    const int group = threadIdx.x / a.group_threads, thread = threadIdx.x % a.group_threads;
+    const auto column_of = [&](int k) { return (k * a.group_threads + thread) * kVector; };
+
+    Compute w[kVectors][kVector], b[kVectors][kVector];
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) {
+            const int column = column_of(k) + v;
+            w[k][v] = column < a.columns ? weight(a, column) : Compute(0);
+            b[k][v] = column < a.columns ? bias(a, column) : Compute(0);
+        }
+    }
+
+    int buffer = 0;
+    for (int64 first_row = int64(blockIdx.x) * groups; first_row < a.rows; first_row += int64(gridDim.x) * groups) {
+        const int64 row = first_row + group;
+        const bool active = row < a.rows;
+        Compute x[kVectors][kVector];
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            if (active && column_of(k) < a.columns) {
+                Vector packed;
+                packed.load_streaming(a.x + row * a.x_row_stride + column_of(k));
+                packed.unpack(x[k]);
+            } else {
+#pragma unroll
+                for (int v = 0; v < kVector; ++v) x[k][v] = Compute(0);
+            }
+        }
+
+        Sums<Compute> sums = {Compute(0), Compute(0)};
+        Compute mean = Compute(0);
+        if constexpr (kLayerNorm) {
+#pragma unroll
+            for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+                for (int v = 0; v < kVector; ++v) sums.first += x[k][v];
+            }
+            group_sum.all<false>(sums, a.group_threads, buffer);
+            mean = sums.first / Compute(a.columns);
+            sums.first = Compute(0);
+        }
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            if (column_of(k) < a.columns) {
+#pragma unroll
+                for (int v = 0; v < kVector; ++v) {
+                    x[k][v] -= mean;
+                    sums.first += x[k][v] * x[k][v];
+                }
+            }
+        }
+        group_sum.all<false>(sums, a.group_threads, buffer);
+        const Compute rstd = reciprocal_root(sums.first / Compute(a.columns), a.eps);
+
+        if (active) {
+#pragma unroll
+            for (int k = 0; k < kVectors; ++k) {
+                if (column_of(k) < a.columns) {
+#pragma unroll
+                    for (int v = 0; v < kVector; ++v) x[k][v] = x[k][v] * rstd * w[k][v] + b[k][v];
+                    Vector packed;
+                    packed.pack(x[k]);
+                    packed.store_streaming(a.y + row * a.y_row_stride + column_of(k));
+                }
+            }
+            if (thread == 0) {
+                a.rstd[row] = rstd;
+                if constexpr (kLayerNorm) a.mean[row] = mean;
+            }
+        }
+    }
+}
+
+// Calls use(column, values) for every vector of a row that this thread owns.
+template <class Use> __device__ void for_each_vector(const ForwardArguments& a, int64 row, Use use) {
+    for (int column = threadIdx.x * kVector; column < a.columns; column += blockDim.x * kVector) {
+        Vector packed;
+        Compute values[kVector];
+        packed.load(a.x + row * a.x_row_stride + column);
+        packed.unpack(values);
+        use(column, values);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kMaxThreads) forward_swept(const ForwardArguments a) {
+    __shared__ GroupSum<Compute, kMaxThreads / 32> group_sum;
+    int buffer = 0;
+    for (int64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
+        Sums<Compute> sums = {Compute(0), Compute(0)};
+        Compute mean = Compute(0);
+        if constexpr (kLayerNorm) {
+            for_each_vector(a, row, [&](int, Compute (&x)[kVector]) {
+#pragma unroll
+                for (int v = 0; v < kVector; ++v) sums.first += x[v];
+            });
+            group_sum.all<false>(sums, blockDim.x, buffer);
+            mean = sums.first / Compute(a.columns);
+            sums.first = Compute(0);
+        }
+        for_each_vector(a, row, [&](int, Compute (&x)[kVector]) {
+#pragma unroll
+            for (int v = 0; v < kVector; ++v) sums.first += (x[v] - mean) * (x[v] - mean);
+        });
+        group_sum.all<false>(sums, blockDim.x, buffer);
+        const Compute rstd = reciprocal_root(sums.first / Compute(a.columns), a.eps);
+        for_each_vector(a, row, [&](int column, Compute (&x)[kVector]) {
+#pragma unroll
+            for (int v = 0; v < kVector; ++v) {
+                x[v] = (x[v] - mean) * rstd * weight(a, column + v) + bias(a, column + v);
+            }
+            Vector packed;
+            packed.pack(x);
+            packed.store_streaming(a.y + row * a.y_row_stride + column);
+        });
+        if (threadIdx.x == 0) {
+            a.rstd[row] = rstd;
+            if constexpr (kLayerNorm) a.mean[row] = mean;
+        }
+    }
+}

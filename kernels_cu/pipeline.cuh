@@ -1,0 +1,78 @@
+// Bulk asynchronous copies, mbarriers and clusters: thin names over the PTX of compute capability 9.0 and newer.
+#pragma once
+
+#if __CUDA_ARCH__ < 900
+#error "bulk copies and clusters need compute capability 9.0"
+#endif
+
+using SharedAddress = unsigned;
+
+__device__ inline SharedAddress shared_address(const void* pointer) {
+    return SharedAddress(__cvta_generic_to_shared(pointer));
+}
+
+// A barrier in shared memory that counts arrivals and bytes; its phases alternate in parity, the first is 0.
+struct Barrier {
+    unsigned long long state;
+
+    __device__ SharedAddress address() const { return shared_address(&state); }
+    __device__ void init(int arrivals) {
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
+    }
+    __device__ void arrive() {
+        asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(address()) : "memory");
+    }
+    __device__ void arrive_expecting(int bytes) {
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
+    }
+    __device__ void wait(int parity) const {
+        asm volatile(
+            "{\n"
+            ".reg .pred done;\n"
+            "again:\n"
+            "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+            "@!done bra again;\n"
+            "}\n" ::"r"(address()), "r"(parity) : "memory");
+    }
+};
+
+// Makes initialised barriers visible to the copy engine and to the other blocks of the cluster.
+__device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Copies `bytes` (a multiple of 16; both addresses aligned to 16) and counts them on `barrier` when they have arrived.
+__device__ inline void bulk_copy(SharedAddress target, const void* source, int bytes, const Barrier& barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+        "l"(source), "r"(bytes), "r"(barrier.address())
+        : "memory");
+}
+
+__device__ inline int cluster_rank() {
+    int rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// All threads of all blocks of the cluster; orders their shared memory accesses.
+__device__ inline void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// The address of the same variable in the shared memory of the cluster's block `rank`.
+__device__ inline SharedAddress address_in_block(SharedAddress address, int rank) {
+    SharedAddress remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
+}
+
+// Stores a pair in another block and counts its bytes on that block's barrier when it has arrived.
+__device__ inline void store_remote(SharedAddress target, SharedAddress barrier, float first, float second) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(target),
+                 "f"(first), "f"(second), "r"(barrier)
+                 : "memory");
+}
+__device__ inline void store_remote(SharedAddress target, SharedAddress barrier, double first, double second) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];" ::"r"(target),
+                 "d"(first), "d"(second), "r"(barrier)
+                 : "memory");
+}

@@ -1,0 +1,54 @@
+// Sums over a group of threads, in an order that depends on nothing but the group's shape.
+#pragma once
+
+// One or two sums that travel together: backward Σ g·x̂ and Σ g, forward the first alone.
+template <class C> struct alignas(2 * sizeof(C)) Sums {
+    C first, second;
+    __device__ void add(const Sums& other) {
+        first += other.first;
+        second += other.second;
+    }
+};
+
+// Butterfly over `lanes` (a power of two, at most 32) neighbours: every lane gets the same bits, because each step adds
+// the same two numbers on both sides.
+template <bool kBoth, class C> __device__ void sum_over_lanes(Sums<C>& sums, int lanes) {
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+        sums.first += __shfl_xor_sync(0xffffffffu, sums.first, distance);
+        if constexpr (kBoth) sums.second += __shfl_xor_sync(0xffffffffu, sums.second, distance);
+    }
+}
+
+template <bool kBoth, class C> __device__ void sum_over_warp(Sums<C>& sums) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        sums.first += __shfl_xor_sync(0xffffffffu, sums.first, distance);
+        if constexpr (kBoth) sums.second += __shfl_xor_sync(0xffffffffu, sums.second, distance);
+    }
+}
+
+// Adds up `count` entries in shared or global memory with the lanes of one warp; every lane gets the same bits.
+template <bool kBoth, class C> __device__ Sums<C> sum_entries(const Sums<C>* entries, int count) {
+    Sums<C> sums = {C(0), C(0)};
+    for (int i = threadIdx.x % 32; i < count; i += 32) sums.add(entries[i]);
+    sum_over_warp<kBoth>(sums);
+    return sums;
+}
+
+// Sums over the threads that share a row: lanes of a warp, or all warps of the block. One block barrier a sum; two
+// buffers, so that a warp that is a sum ahead writes into the one that nobody reads.
+template <class C, int kMaxWarps> struct GroupSum {
+    Sums<C> warps[2][kMaxWarps];
+
+    template <bool kBoth> __device__ void all(Sums<C>& sums, int group_threads, int& buffer) {
+        if (group_threads <= 32) {
+            sum_over_lanes<kBoth>(sums, group_threads);
+        } else {
+            sum_over_warp<kBoth>(sums);
+            if (threadIdx.x % 32 == 0) warps[buffer][threadIdx.x / 32] = sums;
+            __syncthreads();
+            sums = sum_entries<kBoth>(warps[buffer], group_threads / 32);
+            buffer ^= 1;
+        }
+    }
+};

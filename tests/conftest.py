@@ -1,0 +1,53 @@
+"""Options and fixtures that all tests share.
+
+Tests marked `gpu` need a CUDA device and CuPy; elsewhere they are skipped with one reason. Most tests run one body on
+both backends: the fixture `xp` is numpy, or cupy under that mark.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_record import Recorder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu-record", metavar="PATH", type=Path, help="write a record of this run's GPU tests to PATH")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--gpu-record")
+    if path is None:
+        return
+    if reason := gpu_missing():
+        raise pytest.UsageError(f"--gpu-record: {reason}")
+    config.pluginmanager.register(Recorder(path), "gpu-recorder")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and (reason := gpu_missing()):
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@functools.cache
+def gpu_missing() -> str | None:
+    """Why GPU tests cannot run here, or None where they can."""
+    try:
+        import cupy
+
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # no CuPy, no CUDA libraries, no driver: each raises its own kind
+        return f"no usable CUDA device and CuPy: {type(error).__name__}: {error}"
+    return None if count else "no usable CUDA device and CuPy: no device"
+
+
+@pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def xp(request: pytest.FixtureRequest) -> Any:
+    """numpy, and cupy on machines with a GPU."""
+    return importlib.import_module(request.param)

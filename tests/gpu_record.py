@@ -1,0 +1,134 @@
+"""The record of a GPU run: which kernel sources it covered, on which device, with what result.
+
+Machines without a GPU cannot run the GPU tests. A record that is committed beside the tests, made by
+``pytest -m gpu --gpu-record tests/gpu_record.json`` on a machine with a GPU, stands in for them: `problems` says
+what keeps a record from vouching for the tree that it lies in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+from collections import Counter
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = Path(__file__).with_name("gpu_record.json")
+HOW_TO = "make a new one with `pytest -m gpu --gpu-record tests/gpu_record.json` on a machine with a GPU"
+SOURCES = ("kernels_cu", "cupynorm/cuda")
+SUFFIXES = {".cu", ".cuh", ".py"}
+
+NEEDS_TWO_DEVICES = "needs two CUDA devices"
+NEEDS_MEMORY = "needs more free device memory"
+EXPECTED_SKIPS = (NEEDS_TWO_DEVICES, NEEDS_MEMORY)  # what a smaller machine may leave out
+
+
+def source_digest(root: Path) -> str:
+    """SHA-256 over every kernel source: path, NUL, length, NUL, bytes, in the order of the paths."""
+    digest = hashlib.sha256()
+    paths = [path for folder in SOURCES for path in (root / folder).rglob("*") if path.suffix in SUFFIXES]
+    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
+        content = path.read_bytes()
+        digest.update(name.encode() + b"\0" + str(len(content)).encode() + b"\0" + content)
+    return digest.hexdigest()
+
+
+def function_name(nodeid: str) -> str:
+    """The test function of a test's id: its file and its name, without its parameters."""
+    path, _, test = nodeid.partition("::")
+    return f"{Path(path).name}::{test.partition('[')[0]}"
+
+
+def problems(record: dict[str, Any], digest: str, nodeids: list[str]) -> list[str]:
+    """What keeps a record from vouching for a tree with this digest and these GPU tests; empty if nothing does."""
+    found = []
+    if record["sources_sha256"] != digest:
+        found.append(f"it covers sources with SHA-256 {record['sources_sha256']}, the tree's are {digest}")
+    if record["passed"] == 0:
+        found.append("no GPU test passed in it")
+    if record["failed"]:
+        found.append(f"{record['failed']} GPU tests failed in it: {', '.join(record['failures'])}")
+    for reason, count in record["skip_reasons"].items():
+        if not any(expected in reason for expected in EXPECTED_SKIPS):
+            found.append(f"{count} GPU tests were skipped in it, unexpectedly: {reason}")
+    functions = {function_name(nodeid) for nodeid in nodeids}
+    if missing := sorted(functions - set(record["functions"])):
+        found.append(f"it lacks {', '.join(missing)}")
+    if record["collected"] < len(nodeids):
+        found.append(f"it has {record['collected']} GPU tests, the tree has {len(nodeids)}")
+    if (ran := record["passed"] + record["failed"] + record["skipped"]) != record["collected"]:
+        found.append(f"{record['collected']} GPU tests were collected in it, but {ran} have a result")
+    return found
+
+
+class Recorder:
+    """Pytest plugin: counts the GPU tests of a run and writes the record at its end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.collected: set[str] = set()
+        self.outcomes: dict[str, str] = {}
+        self.skip_reasons: Counter[str] = Counter()
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        self.collected = {item.nodeid for item in session.items if item.get_closest_marker("gpu")}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.nodeid not in self.collected:
+            return
+        if report.failed:
+            self.outcomes[report.nodeid] = "failed"
+        elif report.skipped:
+            self.outcomes[report.nodeid] = "skipped"
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            self.skip_reasons[reason.removeprefix("Skipped: ")] += 1
+        elif report.when == "call":
+            self.outcomes.setdefault(report.nodeid, "passed")
+
+    def pytest_sessionfinish(self) -> None:
+        counts = Counter(self.outcomes.values())
+        record = {
+            "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **environment(),
+            "sources_sha256": source_digest(ROOT),
+            "collected": len(self.collected),
+            **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
+            "failures": sorted(nodeid for nodeid, outcome in self.outcomes.items() if outcome == "failed"),
+            "skip_reasons": dict(sorted(self.skip_reasons.items())),
+            "functions": sorted({function_name(nodeid) for nodeid in self.collected}),
+        }
+        self.path.write_text(json.dumps(record, indent=2) + "\n")
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        terminalreporter.write_line(f"GPU record of {len(self.collected)} tests written to {self.path}")
+
+
+def environment() -> dict[str, Any]:
+    """The device and the versions that a record names."""
+    import cupy
+    import numpy as np
+
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(cupy.cuda.Device().id)
+    return {
+        "device": properties["name"].decode(),
+        "compute_capability": f"{properties['major']}.{properties['minor']}",
+        "driver": _driver(),
+        "driver_cuda": runtime.driverGetVersion(),
+        "cuda_runtime": runtime.runtimeGetVersion(),
+        "cupy": cupy.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None

@@ -1,0 +1,136 @@
+"""Small tools that the tests share: calls by name, bit patterns, poisoned memory, a look at what a backend receives."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import cupynorm
+
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+NORMS = ("rmsnorm", "layernorm")
+DEFAULT_EPS = {"rmsnorm": 1e-6, "layernorm": 1e-5}
+
+
+@dataclass
+class Tensors:
+    """The arrays of one call, forward and backward."""
+
+    x: Any
+    w: Any
+    b: Any
+    dy: Any
+    mean: Any  # None for RMSNorm
+    rstd: Any
+
+
+def statistics_dtype(x_dtype: Any) -> np.dtype[Any]:
+    return DTYPES["float64"] if x_dtype == np.float64 else DTYPES["float32"]
+
+
+def backward(norm: str, tensors: Tensors, **options: Any) -> tuple[Any, ...]:
+    if norm == "rmsnorm":
+        return cupynorm.rmsnorm_backward(tensors.x, tensors.w, tensors.dy, tensors.rstd, **options)
+    return cupynorm.layernorm_backward(tensors.x, tensors.w, tensors.dy, tensors.mean, tensors.rstd, **options)
+
+
+def forward(norm: str, tensors: Tensors, **options: Any) -> tuple[Any, ...]:
+    function = cupynorm.rmsnorm_forward if norm == "rmsnorm" else cupynorm.layernorm_forward
+    return function(tensors.x, tensors.w, tensors.b, **options)
+
+
+def make_tensors(
+    xp: Any,
+    norm: str,
+    shape: tuple[int, ...],
+    dtype: str = "float32",
+    *,
+    w_dtype: str | None = "float32",
+    dy_dtype: str | None = None,
+    seed: int = 0,
+) -> Tensors:
+    """Standard normal inputs whose statistics come from the float64 reference, rounded to their dtype."""
+    from cupynorm.numpy_backend import reference_forward
+
+    random = np.random.default_rng(seed)
+
+    def draw(extent: tuple[int, ...], name: str) -> Any:
+        return xp.asarray(random.standard_normal(extent).astype(DTYPES[name]))
+
+    x, dy = draw(shape, dtype), draw(shape, dy_dtype or dtype)
+    w, b = (draw(shape[-1:], w_dtype) if w_dtype else None for _ in range(2))
+    _, mean, rstd = reference_forward(norm, x, None, None, DEFAULT_EPS[norm])
+    statistics = statistics_dtype(x.dtype)
+    mean = None if mean is None else xp.asarray(mean).reshape(shape[:-1]).astype(statistics)
+    return Tensors(x, w, b, dy, mean, xp.asarray(rstd).reshape(shape[:-1]).astype(statistics))
+
+
+def bits(array: Any) -> Any:
+    """The bit patterns of an array's elements, so that NaN equals itself and 0.0 differs from -0.0."""
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool((bits(a) == bits(b)).all())
+
+
+def assert_same_bits(got: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    assert len(got) == len(expected)
+    for position, (one, other) in enumerate(zip(got, expected, strict=True)):
+        if one is None or other is None:
+            assert one is None, f"entry {position}: one is None"
+            assert other is None, f"entry {position}: one is None"
+        else:
+            assert same_bits(one, other), f"entry {position}: bits differ"
+
+
+def poisoned(xp: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """An array full of NaN: whatever is not written shows."""
+    return xp.full(shape, np.nan, dtype)
+
+
+def litter(xp: Any, size: int = 1 << 27) -> None:
+    """Fill memory that the next allocations are likely to get with NaN bytes, then free it."""
+    if xp is not np:
+        xp.get_default_memory_pool().free_all_blocks()
+    blocks = [xp.full(extent, 0xFF, np.uint8) for extent in (size, 1 << 20, 1 << 16, 1 << 12, 512, 512, 512)]
+    del blocks
+
+
+def host(array: Any) -> np.ndarray[Any, Any]:
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def backend_of(xp: Any) -> Any:
+    """The module whose `backward` and `forward` do the work for xp's arrays."""
+    return importlib.import_module("cupynorm.numpy_backend" if xp is np else "cupynorm.cuda.launch")
+
+
+def spy(monkeypatch: Any, xp: Any) -> list[tuple[Any, Any]]:
+    """A list that gathers the (problem, operands) of every call which reaches xp's backend."""
+    calls: list[tuple[Any, Any]] = []
+    module = backend_of(xp)
+
+    def watched(function: Any) -> Any:
+        def watch(problem: Any, operands: Any) -> Any:
+            calls.append((problem, operands))
+            return function(problem, operands)
+
+        return watch
+
+    for name in ("backward", "forward"):
+        monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    return calls
+
+
+def address(array: Any) -> int:
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr

@@ -1,0 +1,87 @@
+"""The committed record of a GPU run vouches for exactly the kernel sources and GPU tests of this tree."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from gpu_record import HOW_TO, NEEDS_TWO_DEVICES, RECORD, ROOT, function_name, problems, source_digest
+
+GOOD = {
+    "sources_sha256": "d",
+    "collected": 3,
+    "passed": 2,
+    "failed": 0,
+    "skipped": 1,
+    "failures": [],
+    "skip_reasons": {NEEDS_TWO_DEVICES: 1},
+    "functions": ["test_a.py::test_one", "test_a.py::test_two"],
+}
+NODEIDS = ["tests/test_a.py::test_one[1]", "tests/test_a.py::test_one[2]", "tests/test_a.py::test_two"]
+
+
+def collect_gpu_tests() -> list[str]:
+    """The ids of the tree's GPU tests, as a run of all of them would collect them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return [line for line in result.stdout.splitlines() if "::" in line]
+
+
+def test_the_committed_record_vouches_for_this_tree(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--gpu-record"):
+        pytest.skip("this run makes a new record")
+    assert RECORD.exists(), f"{RECORD} is missing; {HOW_TO}"
+    found = problems(json.loads(RECORD.read_text()), source_digest(ROOT), collect_gpu_tests())
+    assert not found, f"{RECORD}: " + "; ".join(found) + f"; {HOW_TO}"
+
+
+def test_a_complete_record_is_accepted() -> None:
+    assert problems(GOOD, "d", NODEIDS) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sources_sha256": "other"}, "it covers sources with SHA-256 other"),
+        ({"passed": 0}, "no GPU test passed"),
+        ({"failed": 1, "failures": ["test_a.py::test_two"]}, "1 GPU tests failed in it: test_a.py::test_two"),
+        ({"skip_reasons": {"no CUDA device": 3}}, "3 GPU tests were skipped in it, unexpectedly: no CUDA device"),
+        ({"functions": ["test_a.py::test_one"]}, "it lacks test_a.py::test_two"),
+        ({"collected": 2}, "it has 2 GPU tests, the tree has 3"),
+        ({"passed": 1}, "3 GPU tests were collected in it, but 2 have a result"),
+    ],
+)
+def test_each_defect_of_a_record_is_named(change: dict[str, object], message: str) -> None:
+    assert any(message in problem for problem in problems(GOOD | change, "d", NODEIDS))
+
+
+def test_function_names_leave_out_folder_and_parameters() -> None:
+    assert function_name("tests/test_a.py::test_one[x::y-1]") == "test_a.py::test_one"
+
+
+def test_the_digest_sees_every_byte_and_name_of_the_kernel_sources(tmp_path) -> None:
+    kernels, cuda = tmp_path / "kernels_cu", tmp_path / "cupynorm" / "cuda"
+    kernels.mkdir()
+    cuda.mkdir(parents=True)
+    (kernels / "a.cu").write_bytes(b"one")
+    (kernels / "b.cuh").write_bytes(b"two")
+    (cuda / "launch.py").write_bytes(b"three")
+    digests = [source_digest(tmp_path)]
+    (kernels / "notes.txt").write_bytes(b"not a source")
+    assert source_digest(tmp_path) == digests[0]
+    (cuda / "launch.py").write_bytes(b"threE")
+    digests.append(source_digest(tmp_path))
+    (kernels / "b.cuh").rename(kernels / "c.cuh")
+    digests.append(source_digest(tmp_path))
+    (kernels / "a.cu").write_bytes(b"")  # moving bytes between neighbours must show: hence the lengths
+    (kernels / "c.cuh").write_bytes(b"onetwo")
+    digests.append(source_digest(tmp_path))
+    assert len(set(digests)) == len(digests)
+
+
+def test_the_tree_has_kernel_sources() -> None:
+    empty = source_digest(ROOT / "tests" / "no such folder")
+    assert source_digest(ROOT) != empty
