@@ -240,10 +240,13 @@ def _cuda_lines() -> list[tuple[str, str]]:
 
 
 def _kernels_folder() -> str:
-    from .cuda import module
+    from .cuda.module import source_directory
 
-    folder = Path(module.KERNELS)
-    return f"{len([*folder.glob('*.cu'), *folder.glob('*.cuh')])} files in {folder}"
+    try:
+        folder = source_directory()
+    except FileNotFoundError as error:
+        return str(error)
+    return f"{len(list(folder.glob('*.cu*')))} files in {folder}"
 
 
 def _version(distribution: str) -> str | None:

@@ -15,8 +15,8 @@ for as long as the host needs to issue the call: what is timed is the device's w
 clock is ``time.perf_counter``.
 
 **Yardstick.** The *triad* is z = x + dy over tensors of x's size and dtype, timed the same way: on CUDA the kernel
-in ``kernels_cu/triad.cu``, on the host ``numpy.add`` on one thread or on every core that the process may use, whichever is faster.
-NumPy adds no float16 or bfloat16 at the speed of memory, so there the triad is float32.
+in ``kernels_cu/triad.cu``; on the host ``numpy.add``, on one thread or on every core that the process may use,
+whichever is faster. NumPy adds no float16 or bfloat16 at the speed of memory, so there the triad is float32.
 
 **Fraction.** The triad's time, scaled to the bytes that the work needs, over the call's time::
 
@@ -334,7 +334,7 @@ def _measure_triad(elements: int, dtype: np.dtype[Any], xp: Any, device: int | N
     return Triad(seconds, 3 * x.nbytes)
 
 
-def _host_triads(pool: ThreadPoolExecutor, x: Any, dy: Any, z: Any) -> Iterator[Callable[[], None]]:
+def _host_triads(pool: ThreadPoolExecutor, x: Any, dy: Any, z: Any) -> Iterator[Callable[[], Any]]:
     """On one thread and, where waking others may pay, on all."""
     yield lambda: np.add(x, dy, out=z)
     if x.nbytes >= 1 << 20:

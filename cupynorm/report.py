@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,7 +42,7 @@ def progress(items: Sequence[Any], describe: Any, stream: TextIO | None = None) 
             left = (time.monotonic() - start) / done * (len(items) - done) if done else 0
             note = f", {math.ceil(left)} s left" if done else ""
             text = f"[{bar}] {done + 1}/{len(items)} {describe(item)}{note}"
-            stream.write(f"\r\x1b[K{text[: os.get_terminal_size(stream.fileno()).columns - 1]}")
+            stream.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
             stream.flush()
             yield item
     finally:

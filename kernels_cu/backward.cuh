@@ -74,16 +74,16 @@ struct RowStatistics {
     }
 };
 
-// A row's two coefficients, from its sums.
+// What a row's sums come down to: dx = (g − x̂·c1)·rstd − shift, with shift = c2·rstd.
 struct RowCoefficients {
-    Compute c1, c2;
+    Compute c1, shift, rstd;
 
-    __device__ RowCoefficients(const Sums<Compute>& sums, Compute columns)
-        : c1(sums.first / columns), c2(kLayerNorm ? sums.second / columns : Compute(0)) {}
-    __device__ Compute dx(Compute g, Compute x_hat, Compute rstd) const {
-        Compute centred = g - x_hat * c1;
-        if constexpr (kLayerNorm) centred -= c2;
-        return centred * rstd;
+    __device__ RowCoefficients(const Sums<Compute>& sums, Compute reciprocal_columns, Compute rstd)
+        : c1(sums.first * reciprocal_columns), shift(kLayerNorm ? sums.second * reciprocal_columns * rstd : Compute(0)),
+          rstd(rstd) {}
+    __device__ Compute dx(Compute g, Compute x_hat) const {
+        const Compute projected = g - x_hat * c1;
+        return kLayerNorm ? projected * rstd - shift : projected * rstd;
     }
 };
 
@@ -100,16 +100,7 @@ struct Columns {
 using Weights = Compute[kVectors][kVector];
 
 __device__ inline void load_weights(Weights& w, const BackwardArguments& a, const Columns& own, int first_column) {
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-#pragma unroll
-        for (int v = 0; v < kVector; ++v) {
-            w[k][v] = Compute(1);
-            if (a.w_code != kNone && own.holds(k)) {
-                w[k][v] = load_element<Compute>(a.w, a.w_code, first_column + own.at(k) + v);
-            }
-        }
-    }
+    load_columns(w, a.w, a.w_code, Compute(1), [&](int k) { return own.holds(k) ? first_column + own.at(k) : -1; });
 }
 
 // This thread's share of a row's sums, from one vector.
@@ -219,7 +210,7 @@ __device__ inline void finish_vector(const BackwardArguments& a, ColumnSums& col
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
         x_hat[v] = row.x_hat(x_hat[v]);
-        dx[v] = coefficients.dx(dy[v] * w[v], x_hat[v], row.rstd);
+        dx[v] = coefficients.dx(dy[v] * w[v], x_hat[v]);
     }
     if (a.dx) {
         Packed<X, kVector> packed;

@@ -22,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
     Weights w;
     load_weights(w, a, own, 0);
 
+    const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
     int buffer = 0;
     for (int64 first_row = int64(blockIdx.x) * groups; first_row < a.rows; first_row += int64(gridDim.x) * groups) {
         const int64 row = first_row + group;
@@ -52,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
         }
 
         if (active) {
-            const RowCoefficients coefficients(sums, Compute(a.columns));
+            const RowCoefficients coefficients(sums, reciprocal_columns, statistics.rstd);
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
                 if (own.holds(k)) {

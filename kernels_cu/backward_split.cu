@@ -15,7 +15,7 @@ struct Slab {
         : first_column(blockIdx.x * a.slab_columns), columns(minimum(a.slab_columns, a.columns - first_column)) {}
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads) backward_split_sums(const BackwardArguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_sums(const BackwardArguments a) {
     __shared__ Sums<Compute> warp_sums[2][kThreads / 32];
     const Slab slab(a);
     const Columns own(threadIdx.x, kThreads, slab.columns);
@@ -37,23 +37,24 @@ extern "C" __global__ void __launch_bounds__(kThreads) backward_split_sums(const
                 add_to_sums(sums, x, dy, w[k], statistics);
             }
         }
-        sum_over_warp<kLayerNorm>(sums);
+        sum_over_lanes<kLayerNorm, 32>(sums);
         if (threadIdx.x % 32 == 0) warp_sums[buffer][threadIdx.x / 32] = sums;
         __syncthreads();
         if (threadIdx.x < 32) {
-            sums = sum_entries<kLayerNorm>(warp_sums[buffer], kThreads / 32);
+            sums = sum_entries<kLayerNorm, kThreads / 32>(warp_sums[buffer], kThreads / 32);
             if (threadIdx.x == 0) a.sums[row * a.slabs + blockIdx.x] = sums;
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) backward_split_apply(const BackwardArguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(const BackwardArguments a) {
     extern __shared__ uint4 shared[];
     const Slab slab(a);
     const Columns own(threadIdx.x, kThreads, slab.columns);
     ColumnSums column_sums(shared, kThreads);
     Weights w;
     load_weights(w, a, own, slab.first_column);
+    const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
 
     for (int64 row = blockIdx.y; row < a.rows; row += gridDim.y) {
         Packed<X, kVector> x[kVectors];
@@ -68,8 +69,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) backward_split_apply(cons
         RowStatistics statistics;
         statistics.load(a, row);
         Sums<Compute> sums = {Compute(0), Compute(0)};
-        if (a.dx) sums = sum_entries<kLayerNorm>(a.sums + row * a.slabs, a.slabs);
-        const RowCoefficients coefficients(sums, Compute(a.columns));
+        if (a.dx) sums = sum_many_entries<kLayerNorm>(a.sums + row * a.slabs, a.slabs);
+        const RowCoefficients coefficients(sums, reciprocal_columns, statistics.rstd);
         X* const dx = a.dx + row * a.dx_row_stride + slab.first_column;
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {

@@ -20,7 +20,7 @@
 #include "backward.cuh"
 #include "pipeline.cuh"
 
-constexpr int kMaxThreads = 512;
+constexpr int kMaxThreads = sizeof(Compute) == 8 ? 256 : 512;  // float64 takes twice the registers a column
 constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kMaxGroups = CLUSTER > 1 ? 1 : kMaxWarps;
 constexpr int kMaxStages = 8;
@@ -122,7 +122,7 @@ struct SumExchange {
 
     __device__ void post(Sums<Compute> sums, int j, int thread) const {
         const int slot = j % kSlots, warp = thread / 32, lane = thread % 32;
-        sum_over_warp<kLayerNorm>(sums);
+        sum_over_lanes<kLayerNorm, 32>(sums);
         __syncwarp();  // the warp's reads of earlier rows come before its arrival
         Sums<Compute>* entry = slots + slot * entries + rank * warps + warp;
         if constexpr (CLUSTER > 1) {
@@ -140,7 +140,7 @@ struct SumExchange {
     __device__ Sums<Compute> collect(int j) const {
         const int slot = j % kSlots;
         summed[slot].wait(j / kSlots & 1);
-        return sum_entries<kLayerNorm>(slots + slot * entries, entries);
+        return sum_entries<kLayerNorm, kMaxWarps * CLUSTER>(slots + slot * entries, entries);
     }
 };
 
@@ -199,6 +199,7 @@ extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(kMaxThreads, 1)
         exchange.post(partial, j, thread);
     };
 
+    const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
     RowStatistics current, next, after_next;
     RingPlace place = {0, 0}, next_place = place;
     if (walk.count > 0) {
@@ -210,7 +211,7 @@ extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(kMaxThreads, 1)
         next_place.advance(a.stages);
         if (j + 2 < walk.count) after_next.load(a, walk.row(j + 2));
         if (j + 1 < walk.count) post_sums(j + 1, next_place, next);
-        const RowCoefficients coefficients(exchange.collect(j), Compute(a.columns));
+        const RowCoefficients coefficients(exchange.collect(j), reciprocal_columns, current.rstd);
         if (thread == 0 && j >= 2 && j - 2 + a.stages < walk.count) {
             ring.fill(a, place.stage_before(2, a.stages), walk.row(j - 2 + a.stages));
         }

@@ -93,14 +93,34 @@ template <> struct Narrow<bfloat16> {
     }
 };
 
-// --- one element of a type known at run time ------------------------------------------------------------------------
+// --- arrays of a type known at run time: w, b, dw, db ---------------------------------------------------------------
 
-template <class C> __device__ C load_element(const void* base, int code, int64 index) {
+// A thread's share of an array over columns: K runs of V columns, run k from column_of(k) on, or left alone where that
+// is negative. One branch on the type around all loads, so that they wait for memory together.
+template <class T, class C, int K, int V, class ColumnOf>
+__device__ void load_columns_of_type(C (&values)[K][V], const void* base, ColumnOf column_of) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+        const int column = column_of(k);
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+            if (column >= 0) values[k][v] = widen<C>(static_cast<const T*>(base)[column + v]);
+        }
+    }
+}
+
+template <class C, int K, int V, class ColumnOf>
+__device__ void load_columns(C (&values)[K][V], const void* base, int code, C absent, ColumnOf column_of) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) values[k][v] = absent;
+    }
     switch (code) {
-        case kFloat16: return widen<C>(static_cast<const float16*>(base)[index]);
-        case kBfloat16: return widen<C>(static_cast<const bfloat16*>(base)[index]);
-        case kFloat32: return widen<C>(static_cast<const float*>(base)[index]);
-        default: return widen<C>(static_cast<const double*>(base)[index]);
+        case kFloat16: load_columns_of_type<float16>(values, base, column_of); break;
+        case kBfloat16: load_columns_of_type<bfloat16>(values, base, column_of); break;
+        case kFloat32: load_columns_of_type<float32>(values, base, column_of); break;
+        case kFloat64: load_columns_of_type<float64>(values, base, column_of); break;
     }
 }
 

@@ -37,12 +37,6 @@ static_assert(sizeof(ForwardArguments) == ARGUMENT_BYTES, "the Python side packs
 
 using Vector = Packed<X, kVector>;
 
-__device__ inline Compute weight(const ForwardArguments& a, int column) {
-    return a.w_code == kNone ? Compute(1) : load_element<Compute>(a.w, a.w_code, column);
-}
-__device__ inline Compute bias(const ForwardArguments& a, int column) {
-    return a.b_code == kNone ? Compute(0) : load_element<Compute>(a.b, a.b_code, column);
-}
 __device__ inline Compute reciprocal_root(Compute mean_square, double eps) {
     const Compute root = sizeof(Compute) == 8 ? Compute(sqrt(double(mean_square) + eps))
                                               : Compute(sqrtf(float(mean_square) + float(eps)));
@@ -55,16 +49,10 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads) forward_direct(const F
     const int group = threadIdx.x / a.group_threads, thread = threadIdx.x % a.group_threads;
     const auto column_of = [&](int k) { return (k * a.group_threads + thread) * kVector; };
 
+    const auto own_column = [&](int k) { return column_of(k) < a.columns ? column_of(k) : -1; };
     Compute w[kVectors][kVector], b[kVectors][kVector];
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-#pragma unroll
-        for (int v = 0; v < kVector; ++v) {
-            const int column = column_of(k) + v;
-            w[k][v] = column < a.columns ? weight(a, column) : Compute(0);
-            b[k][v] = column < a.columns ? bias(a, column) : Compute(0);
-        }
-    }
+    load_columns(w, a.w, a.w_code, Compute(1), own_column);
+    load_columns(b, a.b, a.b_code, Compute(0), own_column);
 
     int buffer = 0;
     for (int64 first_row = int64(blockIdx.x) * groups; first_row < a.rows; first_row += int64(gridDim.x) * groups) {
@@ -160,10 +148,11 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads) forward_swept(const Fo
         group_sum.all<false>(sums, blockDim.x, buffer);
         const Compute rstd = reciprocal_root(sums.first / Compute(a.columns), a.eps);
         for_each_vector(a, row, [&](int column, Compute (&x)[kVector]) {
+            Compute w[1][kVector], b[1][kVector];
+            load_columns(w, a.w, a.w_code, Compute(1), [&](int) { return column; });
+            load_columns(b, a.b, a.b_code, Compute(0), [&](int) { return column; });
 #pragma unroll
-            for (int v = 0; v < kVector; ++v) {
-                x[v] = (x[v] - mean) * rstd * weight(a, column + v) + bias(a, column + v);
-            }
+            for (int v = 0; v < kVector; ++v) x[v] = (x[v] - mean) * rstd * w[0][v] + b[0][v];
             Vector packed;
             packed.pack(x);
             packed.store_streaming(a.y + row * a.y_row_stride + column);

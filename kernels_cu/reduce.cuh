@@ -19,19 +19,32 @@ template <bool kBoth, class C> __device__ void sum_over_lanes(Sums<C>& sums, int
     }
 }
 
-template <bool kBoth, class C> __device__ void sum_over_warp(Sums<C>& sums) {
+template <bool kBoth, int kLanes, class C> __device__ void sum_over_lanes(Sums<C>& sums) {
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
         sums.first += __shfl_xor_sync(0xffffffffu, sums.first, distance);
         if constexpr (kBoth) sums.second += __shfl_xor_sync(0xffffffffu, sums.second, distance);
     }
 }
 
-// Adds up `count` entries in shared or global memory with the lanes of one warp; every lane gets the same bits.
-template <bool kBoth, class C> __device__ Sums<C> sum_entries(const Sums<C>* entries, int count) {
+// Adds up `count` entries, at most kMost (a power of two), with the lanes of each warp; every lane gets the same bits.
+template <bool kBoth, int kMost, class C> __device__ Sums<C> sum_entries(const Sums<C>* entries, int count) {
+    constexpr int kLanes = kMost < 32 ? kMost : 32;
     Sums<C> sums = {C(0), C(0)};
-    for (int i = threadIdx.x % 32; i < count; i += 32) sums.add(entries[i]);
-    sum_over_warp<kBoth>(sums);
+#pragma unroll
+    for (int i = 0; i < kMost; i += kLanes) {
+        const int entry = i + threadIdx.x % kLanes;
+        if (entry < count) sums.add(entries[entry]);
+    }
+    sum_over_lanes<kBoth, kLanes>(sums);
+    return sums;
+}
+
+// The same for any number of entries.
+template <bool kBoth, class C> __device__ Sums<C> sum_many_entries(const Sums<C>* entries, int count) {
+    Sums<C> sums = {C(0), C(0)};
+    for (int entry = threadIdx.x % 32; entry < count; entry += 32) sums.add(entries[entry]);
+    sum_over_lanes<kBoth, 32>(sums);
     return sums;
 }
 
@@ -44,10 +57,10 @@ template <class C, int kMaxWarps> struct GroupSum {
         if (group_threads <= 32) {
             sum_over_lanes<kBoth>(sums, group_threads);
         } else {
-            sum_over_warp<kBoth>(sums);
+            sum_over_lanes<kBoth, 32>(sums);
             if (threadIdx.x % 32 == 0) warps[buffer][threadIdx.x / 32] = sums;
             __syncthreads();
-            sums = sum_entries<kBoth>(warps[buffer], group_threads / 32);
+            sums = sum_entries<kBoth, kMaxWarps>(warps[buffer], group_threads / 32);
             buffer ^= 1;
         }
     }

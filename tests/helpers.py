@@ -94,8 +94,21 @@ def assert_same_bits(got: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
 
 
 def poisoned(xp: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """An array full of NaN: whatever is not written shows."""
-    return xp.full(shape, np.nan, dtype)
+    """An array full of NaN (all bits set, in every dtype): whatever is not written shows."""
+    pattern = np.dtype(f"u{np.dtype(dtype).itemsize}")
+    return xp.full(shape, np.iinfo(pattern).max, pattern).view(dtype)
+
+
+def spoilt(array: Any, index: Any, value: float) -> Any:
+    """A copy of the array with one element replaced."""
+    changed = array.copy()
+    bits(changed)[index] = int(bits(np.asarray(value, array.dtype)))
+    return changed
+
+
+def is_nan(array: Any) -> Any:
+    wide = array.astype(np.float64)
+    return wide != wide
 
 
 def litter(xp: Any, size: int = 1 << 27) -> None:

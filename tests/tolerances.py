@@ -95,7 +95,9 @@ def dx_bound(norm: str, tensors: Any, reference: Any, *, correlated: bool = Fals
 
 def dw_bound(norm: str, tensors: Any, reference: Any, dtype: Any, *, correlated: bool = False) -> Bound:
     """dw = Σ dy·x̂."""
-    return _column_sum_bound(tensors, tensors.dy.astype(np.float64) * _x_hat(norm, tensors), reference, dtype, correlated)
+    return _column_sum_bound(
+        tensors, tensors.dy.astype(np.float64) * _x_hat(norm, tensors), reference, dtype, correlated
+    )
 
 
 def db_bound(tensors: Any, reference: Any, dtype: Any) -> Bound:

@@ -16,8 +16,6 @@ import numpy as np
 from ..problem import FLOAT_NAMES, NormProblem
 
 WARP = 32
-STAGED_MAX_THREADS = 512
-STAGED_MAX_WARPS = STAGED_MAX_THREADS // WARP
 STAGED_MAX_STAGES = 8
 SPLIT_THREADS = 256
 FORWARD_MAX_THREADS = 512
@@ -125,6 +123,11 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
     )
 
 
+def staged_max_threads(x: str) -> int:
+    """kMaxThreads of backward_staged.cu."""
+    return 256 if x == "float64" else 512
+
+
 def direct_max_threads(x: str, dy: str, vector: int) -> int:
     """kMaxThreads of backward_direct.cu."""
     return 512 if vector > 1 and ITEMSIZE[x] == ITEMSIZE[dy] == 2 else 256
@@ -145,16 +148,21 @@ def _direct(definitions: tuple[str, ...], threads: int, group: int, columns: int
 def _staged(
     problem: NormProblem, vector: int, definitions: tuple[str, ...], outer_bytes: int, device: Device
 ) -> BackwardConfig | None:
-    """The smallest cluster whose blocks keep four rows in flight, else three; None where not even that fits."""
+    """The smallest cluster whose blocks hold five rows of a ring, else four; None where not even that fits.
+
+    Four is the least: a ring holds the row at work, the one before (its place is filled again one row later), the
+    next (its sums are needed early) and one on its way.
+    """
     name = problem.x_dtype.name
-    for wanted_stages, cluster in product((4, 3), (1, 2, 4, 8, 16)):
+    max_threads = staged_max_threads(name)
+    for wanted_stages, cluster in product((5, 4), (1, 2, 4, 8, 16)):
         slab = _divide_up(_divide_up(problem.columns, cluster), vector) * vector
         group = _whole_warps(_divide_up(slab, columns_per_thread(name)))
-        if cluster > device.largest_cluster or group > STAGED_MAX_THREADS or (cluster - 1) * slab >= problem.columns:
+        if cluster > device.largest_cluster or group > max_threads or (cluster - 1) * slab >= problem.columns:
             continue
         part = _divide_up(slab * ITEMSIZE[name] + (0 if vector > 1 else 32), 128) * 128
-        static_bytes = 2048 + 4 * STAGED_MAX_WARPS * cluster * 2 * compute_itemsize(name)
-        for groups in range(STAGED_MAX_THREADS // group if cluster == 1 else 1, 0, -1):
+        static_bytes = 2048 + 4 * max_threads // WARP * cluster * 2 * compute_itemsize(name)
+        for groups in range(max_threads // group if cluster == 1 else 1, 0, -1):
             threads = groups * group
             ring_bytes = device.shared_bytes - static_bytes - outer_bytes * threads
             stages = min(STAGED_MAX_STAGES, ring_bytes // (2 * part * groups))

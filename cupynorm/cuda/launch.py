@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ..dispatch import BackwardOperands, ForwardOperands
 
 _NON_PORTABLE_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+# cudaDevAttr… ComputeCapabilityMajor, ComputeCapabilityMinor, MultiProcessorCount, MaxSharedMemoryPerBlockOptin
+_DEVICE_ATTRIBUTES = (75, 76, 16, 97)
 _STATIC_SHARED_BYTES = 48 << 10  # what a block may have without asking
 
 
@@ -159,12 +161,10 @@ def _forward_plan(problem: NormProblem, aligned: bool, device_id: int) -> Forwar
 @functools.cache
 def device_of(device_id: int) -> choose.Device:
     """What launch choices need to know about a CUDA device."""
-    attributes = cupy.cuda.Device(device_id).attributes
-    return choose.Device(
-        compute_capability=(attributes["ComputeCapabilityMajor"], attributes["ComputeCapabilityMinor"]),
-        multiprocessors=attributes["MultiProcessorCount"],
-        shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],
+    major, minor, multiprocessors, shared_bytes = (
+        int(cupy.cuda.runtime.deviceGetAttribute(attribute, device_id)) for attribute in _DEVICE_ATTRIBUTES
     )
+    return choose.Device((major, minor), multiprocessors, shared_bytes)
 
 
 def _blocks_at_once(main: Any, config: choose.BackwardConfig, device_id: int) -> int:

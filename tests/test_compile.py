@@ -1,0 +1,95 @@
+"""Every kernel variant that the library can choose compiles without spills, for every architecture it speaks of.
+
+NVRTC needs no GPU. The resource report of the assembler says for each kernel how many bytes of stack it uses and how
+many it spills from registers to memory; a spill costs half the speed or more, so none is allowed that is not
+listed here with its reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+from cupynorm.cuda import module
+from cupynorm.cuda.config import Variant, variants
+
+pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
+
+COMPUTE_CAPABILITIES = [(7, 5), (8, 0), (9, 0), (10, 0), (12, 0)]
+
+# (file, kernel, definitions that must all be there): why local memory is all right.
+ALLOWED_LOCAL_MEMORY: dict[tuple[str, str, tuple[str, ...]], str] = {}
+
+REPORT = re.compile(
+    r"Function properties for (\w+)\s+ptxas\s+[.:]\s+(\d+) bytes stack frame, "
+    r"(\d+) bytes spill stores, (\d+) bytes spill loads"
+)
+
+
+def compile_variant(capability: tuple[int, int], variant: Variant) -> list[str]:
+    """What is wrong with one variant, in words; empty if nothing is."""
+    from cupy.cuda import nvrtc
+
+    source = (module.source_directory() / variant.file).read_text(encoding="utf-8")
+    program = nvrtc.createProgram(source, variant.file, (), ())
+    options = (
+        f"-arch=sm_{capability[0]}{capability[1]}",
+        "--ptxas-options=-v",
+        *module.compile_options(variant.definitions),
+    )
+    name = f"sm_{capability[0]}{capability[1]} {variant.file} {' '.join(variant.definitions)}"
+    try:
+        nvrtc.compileProgram(program, options)
+    except nvrtc.NVRTCError:
+        return [f"{name}: does not compile:\n{nvrtc.getProgramLog(program)}"]
+    report = {match[1]: match for match in REPORT.finditer(nvrtc.getProgramLog(program))}
+    nvrtc.destroyProgram(program)
+    problems = []
+    for kernel in variant.kernels:
+        if kernel not in report:
+            problems.append(f"{name}: the resource report does not mention {kernel}")
+        elif any(int(number) for number in report[kernel].groups()[1:]) and not is_allowed(variant, kernel):
+            stack, stores, loads = report[kernel].groups()[1:]
+            problems.append(f"{name}: {kernel} uses {stack} bytes of stack, spills {stores} and reloads {loads}")
+    return problems
+
+
+def is_allowed(variant: Variant, kernel: str) -> bool:
+    return any(
+        (variant.file, kernel) == (file, allowed) and set(definitions) <= set(variant.definitions)
+        for file, allowed, definitions in ALLOWED_LOCAL_MEMORY
+    )
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """Processes, not threads: NVRTC compiles one program at a time in a process."""
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("capability", COMPUTE_CAPABILITIES, ids=lambda cc: f"sm_{cc[0]}{cc[1]}")
+def test_every_variant_compiles_without_spills(capability, workers):
+    every = list(variants(capability))
+    assert len(every) > 200
+    results = workers.map(compile_variant, [capability] * len(every), every, chunksize=8)
+    problems = [problem for result in results for problem in result]
+    assert not problems, "\n".join(problems)
+
+
+def test_the_check_sees_a_spill(tmp_path, monkeypatch):
+    """A kernel with an indexed local array is reported, so a silent report cannot pass for a clean one."""
+    (tmp_path / "local.cu").write_text(
+        'extern "C" __global__ void local(int* p, int i) {\n'
+        "    volatile int a[64];\n"
+        "    for (int j = 0; j < 64; ++j) a[j] = p[j];\n"
+        "    p[0] = a[i];\n"
+        "}\n"
+    )
+    monkeypatch.setattr(module, "source_directory", lambda: tmp_path)
+    (problem,) = compile_variant((9, 0), Variant("local.cu", ("local",), ()))
+    assert "256 bytes of stack" in problem

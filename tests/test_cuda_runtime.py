@@ -1,0 +1,259 @@
+"""What only a GPU has: streams, graphs, huge arrays, running out of memory, several devices."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_record import NEEDS_MEMORY, NEEDS_TWO_DEVICES
+from helpers import (
+    DTYPES,
+    NORMS,
+    Tensors,
+    assert_same_bits,
+    backward,
+    forward,
+    make_tensors,
+    poisoned,
+    same_bits,
+)
+from tolerances import EPS, check, dx_bound
+
+from cupynorm.numpy_backend import reference_backward
+
+pytestmark = pytest.mark.gpu
+
+# Lengths on each route: several rows a block, one row a block, a row over several blocks, the longest.
+LENGTHS = (100, 1024, 8192, 20000, 262144)
+
+SPIN = r"""
+extern "C" __global__ void spin(unsigned long long nanoseconds) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+    do { asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); } while (now - start < nanoseconds);
+}
+"""
+
+
+@pytest.fixture
+def cupy() -> Any:
+    return pytest.importorskip("cupy")
+
+
+def spin(cupy: Any, seconds: float) -> None:
+    """Keep the current stream busy."""
+    cupy.RawKernel(SPIN, "spin")((1,), (1,), (np.uint64(seconds * 1e9),))
+
+
+def empty_results(cupy: Any, tensors: Tensors) -> tuple[Any, Any, Any]:
+    w = tensors.w
+    return tuple(poisoned(cupy, like.shape, like.dtype) for like in (tensors.x, w, w))
+
+
+@pytest.mark.parametrize("columns", LENGTHS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_calls_return_while_the_stream_is_busy(cupy: Any, norm: str, columns: int) -> None:
+    """With the stream occupied for half a second, calls come back at once and the stream is still not done: nothing
+    waited for it, neither for inputs nor for copies nor for results."""
+    tensors = make_tensors(cupy, norm, (40, columns), "bfloat16")
+    strided = replace(tensors, x=cupy.asfortranarray(tensors.x), w=cupy.repeat(tensors.w, 2)[::2])
+    stream = cupy.cuda.Stream(non_blocking=True)
+    out = empty_results(cupy, tensors)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        for _ in range(2):  # the first round compiles and fills the memory pool
+            stream.synchronize()
+            spin(cupy, 0.5)
+            start = time.perf_counter()
+            results = backward(norm, tensors, has_bias=True)
+            backward(norm, tensors, has_bias=True, out=out)
+            backward(norm, strided, has_bias=True)
+            forward(norm, tensors)
+            elapsed = time.perf_counter() - start
+            busy = not stream.done
+        stream.synchronize()
+    assert busy, f"the calls took {elapsed:.3f} s: they waited for the stream"
+    assert_same_bits(out, results)
+    assert_same_bits(out, backward(norm, tensors, has_bias=True))
+
+
+@pytest.mark.parametrize("columns", LENGTHS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_stream_capture(cupy: Any, norm: str, columns: int) -> None:
+    """Captured once, launched with new inputs: the results follow, and memory that was free between capture and launch
+    (and belongs to others by then) is left alone."""
+    first, second = (make_tensors(cupy, norm, (300, columns // 8 * 8 + 3), "bfloat16", seed=s) for s in (1, 2))
+    expected = [backward(norm, tensors, has_bias=True) for tensors in (first, second)]
+    expected_forward = forward(norm, second)
+    out = empty_results(cupy, first)
+    forward_out = tuple(poisoned(cupy, like.shape, like.dtype) for like in expected_forward)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        backward(norm, first, has_bias=True, out=out)  # once before, to compile
+        forward(norm, first, out=forward_out)
+        stream.synchronize()
+        stream.begin_capture()
+        backward(norm, first, has_bias=True, out=out)
+        forward(norm, first, out=forward_out)
+        graph = stream.end_capture()
+        neighbours = [cupy.full(1 << power, 0x5A, np.uint8) for power in range(9, 27) for _ in range(2)]
+        for round_ in range(2):
+            for result in (*out, *forward_out):
+                result.view(f"u{result.dtype.itemsize}").fill(0xAA)
+            if round_:
+                for name in ("x", "w", "b", "dy", "mean", "rstd"):
+                    if getattr(first, name) is not None:
+                        getattr(first, name)[...] = getattr(second, name)
+            graph.launch(stream)
+            stream.synchronize()
+            assert_same_bits(out, expected[round_])
+        assert_same_bits(forward_out, expected_forward)
+        assert all(bool((neighbour == 0x5A).all()) for neighbour in neighbours), "the graph wrote into others' memory"
+
+
+def test_work_follows_the_current_stream(cupy: Any) -> None:
+    """Inputs that a slow kernel chain on the current stream produces are seen, with no synchronisation by the caller."""
+    expected_inputs = make_tensors(cupy, "layernorm", (1000, 1024), "float32")
+    expected = backward("layernorm", expected_inputs)
+    late = replace(expected_inputs, x=cupy.zeros_like(expected_inputs.x), dy=cupy.zeros_like(expected_inputs.dy))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        spin(cupy, 0.2)
+        late.x[...] = expected_inputs.x
+        late.dy[...] = expected_inputs.dy
+        results = backward("layernorm", late)
+        stream.synchronize()
+    assert_same_bits(results, expected)
+
+
+def needs(cupy: Any, size: float) -> None:
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    if free < size:
+        pytest.skip(f"{NEEDS_MEMORY}: {size / 2**30:.0f} GiB")
+
+
+@pytest.fixture
+def fresh_pool(cupy: Any) -> Any:
+    """The memory pool, emptied before and after, without a limit."""
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    yield pool
+    pool.set_limit(size=0)
+    pool.free_all_blocks()
+
+
+@pytest.mark.usefixtures("fresh_pool")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("columns", [1, 256, 4096, 65536])
+@pytest.mark.parametrize("norm", NORMS)
+def test_more_than_2_to_the_31_elements(cupy: Any, norm: str, columns: int, dtype: str) -> None:
+    """2³¹ + 2²⁰ elements: rows beyond element 2³¹ are right, the first ones have not been written twice, and the sums
+    count every row. One column: more than 2³¹ rows, too."""
+    if dtype == "float16" and columns != 256:
+        pytest.skip(f"{NEEDS_MEMORY}: float16 at one length is enough")
+    size = (1 << 31) + (1 << 20)
+    rows = size // columns
+    needs(cupy, 3 * 2 * size + 3 * 4 * rows + (2 << 30))
+    period = 1009 * max(1, 4096 // columns)  # no power of two, so an index that wraps around meets another row
+    block = make_tensors(cupy, norm, (period, columns), dtype)
+    mean = cupy.resize(block.mean, (rows,)) if norm == "layernorm" else None
+    x, dy = (_repeat_rows(cupy, array, rows) for array in (block.x, block.dy))
+    tensors = Tensors(x, block.w, None, dy, mean, cupy.resize(block.rstd, (rows,)))
+    dx, dw, db = backward(norm, tensors, has_bias=True)
+    dx_ref, dw_ref, db_ref = reference_backward(norm, block.x, block.w, block.dy, block.mean, block.rstd)
+    bound = dx_bound(norm, block, dx_ref.reshape(period, columns))
+    whole, rest = divmod(rows, period)
+    for start in (0, whole // 2 * period, (whole - 1) * period):
+        check("dx", dx[start : start + period], dx_ref.reshape(period, columns), bound)
+    boundary = (1 << 31) // columns // period * period
+    assert same_bits(dx[boundary : boundary + period], dx[:period]), "rows around element 2³¹"
+    assert same_bits(dx[rows - rest :], dx[:rest]), "the last rows"
+    part = reference_backward(
+        norm, block.x[:rest], block.w, block.dy[:rest], None if mean is None else block.mean[:rest], block.rstd[:rest]
+    )
+    # A missing or doubled row shows against the terms of one row; the sums' own error follows from the number of rows
+    # in one run of additions, √(rows/1000) roundings for the thousand or so runs that a GPU holds at once.
+    allowed = EPS["float32"] * np.sqrt(rows / 1000)
+    x_hat = (block.x.astype(np.float64) - (0 if mean is None else block.mean[:, None])) * block.rstd[:, None]
+    terms = {"dw": block.dy * x_hat, "db": block.dy.astype(np.float64)}
+    for name, got, reference, extra in (("dw", dw, dw_ref, part[1]), ("db", db, db_ref, part[2])):
+        expected = whole * reference + extra
+        scale = cupy.sqrt((terms[name] ** 2).sum(0) * (rows / period)) + abs(expected)
+        assert float((abs(got - expected) / scale).max()) <= 6 * allowed, name
+
+
+def _repeat_rows(cupy: Any, block: Any, rows: int) -> Any:
+    result = cupy.empty((rows, block.shape[1]), block.dtype)
+    for start in range(0, rows, len(block)):
+        part = result[start : start + len(block)]
+        part[...] = block[: len(part)]
+    return result
+
+
+@pytest.mark.usefixtures("fresh_pool")
+@pytest.mark.parametrize("columns", [500, 8192, 20000])
+@pytest.mark.parametrize("norm", NORMS)
+def test_rows_far_apart(cupy: Any, norm: str, columns: int) -> None:
+    """17 rows at a stride of 2²⁷ + 1 elements: the offsets, not the sizes, leave 32 bits."""
+    rows, stride = 17, (1 << 27) + 1
+    needs(cupy, 3 * 2 * rows * stride)
+    near = make_tensors(cupy, norm, (rows, columns), "float16")
+    x, dy, dx = (cupy.empty((rows, stride), np.float16)[:, :columns] for _ in range(3))
+    x[...], dy[...] = near.x, near.dy
+    got = backward(norm, replace(near, x=x, dy=dy), has_bias=True, out=(dx, None, None))
+    reference, _, _ = reference_backward(norm, near.x, near.w, near.dy, near.mean, near.rstd)
+    check("dx", got[0], reference.reshape(rows, columns), dx_bound(norm, near, reference.reshape(rows, columns)))
+
+
+@pytest.mark.parametrize("columns", LENGTHS)
+@pytest.mark.parametrize("given", [False, True], ids=["results", "workspace"])
+def test_out_of_memory(cupy: Any, fresh_pool: Any, columns: int, given: bool) -> None:
+    """CuPy's own error comes up, and the library works as before once there is memory again. With out= given, only
+    workspace is allocated, so the call may also succeed."""
+    tensors = make_tensors(cupy, "layernorm", ((1 << 24) // columns, columns), "float32")
+    expected = backward("layernorm", tensors)
+    out = empty_results(cupy, tensors) if given else None
+    cupy.cuda.Device().synchronize()
+    fresh_pool.free_all_blocks()
+    fresh_pool.set_limit(size=fresh_pool.total_bytes() + 1024)
+    try:
+        backward("layernorm", tensors, out=out)
+        assert given, "64 MiB came from nowhere"
+    except cupy.cuda.memory.OutOfMemoryError:
+        pass
+    finally:
+        fresh_pool.set_limit(size=0)
+    assert_same_bits(backward("layernorm", tensors, out=out), expected)
+
+
+def test_each_device_does_its_own_work(cupy: Any) -> None:
+    """Arrays on a device that is not the current one: results lie beside them, with the same bits."""
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip(NEEDS_TWO_DEVICES)
+    here = make_tensors(cupy, "layernorm", (133, 1024), "bfloat16")
+    expected = backward("layernorm", here)
+    with cupy.cuda.Device(1):
+        there = Tensors(*(cupy.asarray(getattr(here, name)) for name in ("x", "w", "b", "dy", "mean", "rstd")))
+        cupy.cuda.Device(1).synchronize()
+    results = backward("layernorm", there)
+    assert cupy.cuda.Device().id == here.x.device.id
+    assert all(result.device.id == 1 for result in results)
+    with cupy.cuda.Device(1):
+        cupy.cuda.Device(1).synchronize()
+    for got, wanted in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(got.get().astype(np.float64), wanted.get().astype(np.float64))
+
+
+def test_arrays_on_two_devices_are_an_error(cupy: Any) -> None:
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip(NEEDS_TWO_DEVICES)
+    tensors = make_tensors(cupy, "rmsnorm", (3, 8), "float32")
+    with cupy.cuda.Device(1):
+        other = cupy.zeros((3, 8), DTYPES["float32"])
+    with pytest.raises(TypeError, match=r"dy: is on cuda:1, but x is on cuda:0; .* one device"):
+        backward("rmsnorm", replace(tensors, dy=other))

@@ -1,0 +1,204 @@
+"""Determinism, batch invariance, containment of NaN and Inf, threads, bounded temporaries: on both backends.
+
+Bits are compared, not values: these promises leave no room for rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from grid import CAPS, Case, make_case, on_both
+from helpers import (
+    DTYPES,
+    NORMS,
+    Tensors,
+    assert_same_bits,
+    backward,
+    bits,
+    forward,
+    is_nan,
+    litter,
+    make_tensors,
+    poisoned,
+    same_bits,
+    spoilt,
+    statistics_dtype,
+)
+
+# Row lengths on every route that a backend may take, with rows whose starts share no alignment (odd N).
+LENGTHS = (1, 7, 31, 33, 127, 255, 500, 1000, 1024, 4097, 12288, 32768, 131072)
+
+
+def promise_cases(backend: str) -> list[Case]:
+    """Many rows of each length, so that the work is split over blocks and workers, in every dtype for both norms."""
+    return [
+        Case(norm, min(1000, CAPS[backend] // columns), columns, x, "float32", x, seed=columns)
+        for columns, norm, x in itertools.product(LENGTHS, NORMS, DTYPES)
+    ]
+
+
+def some_rows(tensors: Tensors, rows: Any) -> Tensors:
+    """A call with only these rows, contiguous in memory of their own."""
+    x, dy, rstd = (array[rows].copy() for array in (tensors.x, tensors.dy, tensors.rstd))
+    mean = None if tensors.mean is None else tensors.mean[rows].copy()
+    return replace(tensors, x=x, dy=dy, mean=mean, rstd=rstd)
+
+
+@pytest.mark.parametrize(("xp", "case"), on_both(promise_cases), indirect=["xp"])
+def test_same_inputs_same_bits(xp: Any, case: Case) -> None:
+    """Also when fresh memory (results, workspaces) holds something else than before, and when out= does."""
+    tensors = make_case(xp, case)
+    first = backward(case.norm, tensors, has_bias=True)
+    litter(xp, 1 << 22 if xp is np else 1 << 27)
+    second = backward(case.norm, tensors, has_bias=True)
+    assert_same_bits(second, first)
+    out = tuple(poisoned(xp, result.shape, result.dtype) for result in first)
+    assert_same_bits(backward(case.norm, tensors, has_bias=True, out=out), first)
+
+
+@pytest.mark.parametrize(("xp", "case"), on_both(promise_cases), indirect=["xp"])
+def test_a_row_has_the_same_dx_in_any_company(xp: Any, case: Case) -> None:
+    """Alone, in a small batch and in a large one; at its own address and copied to an aligned one."""
+    tensors = make_case(xp, case)
+    (together, _) = backward(case.norm, tensors, has_bias=False)
+    last = case.rows - 1
+    for row in sorted({0, 1, last // 2, last}):
+        one = slice(row, row + 1)
+        (alone, _) = backward(case.norm, some_rows(tensors, one), has_bias=False)
+        assert same_bits(alone, together[one]), f"row {row} of {case.rows}, alone"
+    views = replace(
+        tensors,
+        x=tensors.x[last:],
+        dy=tensors.dy[last:],
+        mean=None if tensors.mean is None else tensors.mean[last:],
+        rstd=tensors.rstd[last:],
+    )
+    assert same_bits(backward(case.norm, views, has_bias=False)[0], together[last:]), "the last row, in place"
+    for few in (slice(3, 34), slice(0, case.rows, 7), slice(last // 2, None)):
+        (part, _) = backward(case.norm, some_rows(tensors, few), has_bias=False)
+        assert same_bits(part, together[few]), f"rows {few}"
+
+
+# What is spoilt, and which results it may reach: (rows of dx, columns of dw, columns of db), "own" or "all" or None.
+REACH = {
+    "x": ("own", "own", None),
+    "dy": ("own", "own", "own"),
+    "mean": ("own", "all", None),
+    "rstd": ("own", "all", None),
+    "w": ("all", None, None),
+}
+
+
+def containment_cases(backend: str) -> list[Case]:
+    """33 rows: more than one for a worker; lengths on each route of the GPU, one of them odd."""
+    return [
+        Case(norm, 33, columns, x, "float32", x)
+        for (columns, x), norm in itertools.product(
+            ((96, "bfloat16"), (1001, "float16"), (4097, "float32"), (12288, "bfloat16"), (50000, "bfloat16")), NORMS
+        )
+    ]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("xp", "case"), on_both(containment_cases), indirect=["xp"])
+def test_nan_and_inf_stay_where_they_belong(xp: Any, case: Case, value: float) -> None:
+    clean = make_case(xp, case)
+    expected = backward(case.norm, clean, has_bias=True)
+    corners = ((0, 0), (17, case.columns // 2 + 1), (32, case.columns - 1))
+    for name, (row, column) in itertools.product(REACH, corners):
+        array = getattr(clean, name)
+        if array is None:
+            continue
+        index = {"x": (row, column), "dy": (row, column), "w": column}.get(name, row)
+        got = backward(case.norm, replace(clean, **{name: spoilt(array, index, value)}), has_bias=True)
+        for label, result, good, reach, own in zip(
+            ("dx", "dw", "db"), got, expected, REACH[name], (row, column, column), strict=True
+        ):
+            reached = xp.zeros(len(result), bool)
+            if reach is not None:
+                reached[own if reach == "own" else slice(None)] = True
+            where = f"{label}, with {value} in {name} at row {row}, column {column}"
+            assert bool((bits(result)[~reached] == bits(good)[~reached]).all()), f"{where}: it reached more"
+            assert not bool(xp.isfinite(result[reached].astype(np.float64)).any()), f"{where}: it got lost"
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_forward_keeps_rows_apart(xp: Any, norm: str) -> None:
+    clean = make_tensors(xp, norm, (33, 1001), "float32")
+    expected = forward(norm, clean)
+    dirty = replace(clean, x=spoilt(clean.x, (17, 1000), np.nan))
+    for result, good in zip(forward(norm, dirty), expected, strict=True):
+        others = np.arange(33) != 17
+        assert same_bits(result[others], good[others])
+        assert bool(is_nan(result[17]).all())
+
+
+def concurrent_cases() -> list[Case]:
+    sizes = ((1000, 256), (3, 4097), (133, 1024), (31, 12288), (4096, 64), (2, 65536), (500, 500), (1, 32768))
+    return [
+        Case(norm, rows, columns, x, "float32", x)
+        for (rows, columns), norm, x in zip(sizes, 4 * NORMS, 2 * tuple(DTYPES), strict=True)
+    ]
+
+
+def test_calls_from_several_threads_and_streams(xp: Any) -> None:
+    """Eight threads, each with a stream of its own where there are streams, each working through all cases from
+    another start. Twice, so that first uses (which compile) and later ones both meet."""
+    cases = concurrent_cases()
+    inputs = [make_case(xp, case) for case in cases]
+
+    def work(start: int) -> list[tuple[int, tuple[Any, ...]]]:
+        results = []
+        stream = contextlib.nullcontext() if xp is np else xp.cuda.Stream(non_blocking=True)
+        with stream:
+            for step in range(2 * len(cases)):
+                index = (start + step) % len(cases)
+                results.append((index, backward(cases[index].norm, inputs[index], has_bias=True)))
+            if xp is not np:
+                stream.synchronize()
+        return results
+
+    if xp is not np:
+        xp.cuda.Device().synchronize()  # the inputs were made on the default stream
+    with ThreadPoolExecutor(8) as pool:
+        batches = list(pool.map(work, range(8)))
+    alone = [backward(case.norm, tensors, has_bias=True) for case, tensors in zip(cases, inputs, strict=True)]
+    for index, results in itertools.chain.from_iterable(batches):
+        assert_same_bits(results, alone[index])
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype"),
+    [
+        (131072, 128, "float32"),  # 64 MiB an array
+        (16384, 2048, "bfloat16"),  # 64 MiB an array, 128 once converted
+        (48, 262144, "float16"),  # one row converted to float32 is 1 MiB
+        (1 << 22, 2, "float64"),  # statistics as large as half of x
+    ],
+)
+def test_the_host_path_needs_little_memory(norm: str, rows: int, columns: int, dtype: str) -> None:
+    """At most 64 MiB of temporaries, whatever the size. NumPy reports its allocations to tracemalloc; zeros need no
+    memory until they are written."""
+    x, dy, dx = (np.zeros((rows, columns), DTYPES[dtype]) for _ in range(3))
+    mean, rstd = (np.zeros(rows, statistics_dtype(x.dtype)) for _ in range(2))
+    w, dw, db = (np.zeros(columns, np.float32) for _ in range(3))
+    tensors = Tensors(x, w, db.copy(), dy, mean, rstd)
+    statistics = (mean, rstd) if norm == "layernorm" else (rstd,)
+    tracemalloc.start()
+    try:
+        backward(norm, tensors, has_bias=True, out=(dx, dw, db))
+        (_, backward_peak) = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        forward(norm, tensors, out=(dx, *statistics))
+        (_, forward_peak) = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert max(backward_peak, forward_peak) <= 64 << 20
