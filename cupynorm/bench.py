@@ -43,6 +43,8 @@ import numpy as np
 
 import cupynorm
 
+from .problem import Norm
+
 OPS = ("rmsnorm_backward", "layernorm_backward", "rmsnorm_forward", "layernorm_forward")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 FLUSH_BYTES = 256 << 20
@@ -80,8 +82,8 @@ class Case:
         return self.op.endswith("_backward")
 
     @property
-    def norm(self) -> str:
-        return self.op.partition("_")[0]
+    def norm(self) -> Norm:
+        return "layernorm" if self.op.startswith("layernorm") else "rmsnorm"
 
     @property
     def output_names(self) -> tuple[str, ...]:

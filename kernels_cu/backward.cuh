@@ -8,6 +8,7 @@
 //   LAYER_NORM  0: RMSNorm, 1: LayerNorm
 //   X_TYPE      element type of x and dx          DY_TYPE  element type of dy
 //   WANT_DB     1: db is summed as well           VECTOR   1: 16-byte accesses, 0: single elements
+//   COLUMNS_PER_THREAD
 // Decided at run time, because it costs nothing: the type of w, and whether dx and dw are wanted (null pointers).
 #pragma once
 
@@ -30,7 +31,7 @@ template <class T> struct ComputeOf { using type = float; };
 template <> struct ComputeOf<double> { using type = double; };
 using Compute = typename ComputeOf<X>::type;
 
-constexpr int kColumnsPerThread = sizeof(Compute) == 8 ? 8 : 16;
+constexpr int kColumnsPerThread = COLUMNS_PER_THREAD;
 constexpr int kVector = VECTOR ? 16 / minimum(sizeof(X), sizeof(Dy)) : 1;
 constexpr int kVectors = kColumnsPerThread / kVector;
 static_assert(kVectors * kVector == kColumnsPerThread, "the vectors cover a thread's columns exactly");
@@ -87,7 +88,8 @@ struct RowCoefficients {
     }
 };
 
-// One thread's columns: `kVectors` vectors, `threads` vectors apart, so that a warp reads consecutive memory.
+// One thread's columns: `kVectors` vectors, `threads` vectors apart, so that a warp reads consecutive memory. Where the
+// row ends early, a thread holds fewer, or none.
 struct Columns {
     int first, step, count;
 
@@ -95,12 +97,20 @@ struct Columns {
         : first(thread * kVector), step(threads * kVector), count(columns) {}
     __device__ int at(int vector) const { return first + vector * step; }
     __device__ bool holds(int vector) const { return at(vector) < count; }
+    // A column that can be read in any case: work on it is wasted, but needs no branch.
+    __device__ int readable(int vector) const { return holds(vector) ? at(vector) : 0; }
 };
 
 using Weights = Compute[kVectors][kVector];
 
+// Where the thread holds no column, w is 0, so that nothing read there reaches a sum.
 __device__ inline void load_weights(Weights& w, const BackwardArguments& a, const Columns& own, int first_column) {
     load_columns(w, a.w, a.w_code, Compute(1), [&](int k) { return own.holds(k) ? first_column + own.at(k) : -1; });
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) w[k][v] = own.holds(k) ? w[k][v] : Compute(0);
+    }
 }
 
 // This thread's share of a row's sums, from one vector.
@@ -178,32 +188,44 @@ struct ColumnSums {
         clear();
     }
 
-    // After a flush and a block barrier: adds the groups and writes the block's partial row.
-    __device__ void write_partials(const BackwardArguments& a, int64 partial_row, int first_column, int columns,
+    // After a flush and a block barrier: adds the groups and writes the block's partial row. The groups share the work:
+    // runs of columns that fill 16 bytes, taken in turn.
+    __device__ void write_partials(const BackwardArguments& a, int64 partial_row, int first_column, const Columns& own,
                                    int group_threads) const {
-        for (int column = threadIdx.x; column < columns; column += blockDim.x) {
-            const int vector = column / kVector;
-            const int slot = vector / group_threads * kVector + column % kVector;
-            const int first_entry = slot * threads + vector % group_threads;
-            Compute dw_sum = Compute(0), db_sum = Compute(0);
-            for (int entry = first_entry; entry < slot * threads + threads; entry += group_threads) {
-                dw_sum += outer_dw[entry];
-                if constexpr (kWantDb) db_sum += outer_db[entry];
-            }
-            const int64 target = partial_row * a.columns + first_column + column;
-            if (a.dw_partials) a.dw_partials[target] = dw_sum;
+        const int groups = threads / group_threads, group = threadIdx.x / group_threads;
+        const int64 row_start = partial_row * a.columns + first_column;
+        for (int run = group; run < kColumnsPerThread / kRun; run += groups) {
+            const int slot = run * kRun;
+            const int column = own.at(slot / kVector) + slot % kVector;
+            if (column >= own.count) break;
+            const int entry = slot * threads + threadIdx.x % group_threads;
+            if (a.dw_partials) write_run(a.dw_partials + row_start + column, outer_dw + entry, group_threads);
             if constexpr (kWantDb) {
-                if (a.db_partials) a.db_partials[target] = db_sum;
+                if (a.db_partials) write_run(a.db_partials + row_start + column, outer_db + entry, group_threads);
             }
         }
     }
+
+private:
+    static constexpr int kRun = minimum(kVector, 16 / sizeof(Compute));
+
+    __device__ void write_run(Compute* target, const Compute* entries, int group_threads) const {
+        Compute sums[kRun] = {};
+        for (int first = 0; first < threads; first += group_threads) {
+#pragma unroll
+            for (int i = 0; i < kRun; ++i) sums[i] += entries[i * threads + first];
+        }
+        Packed<Compute, kRun> packed;
+        packed.pack(sums);
+        packed.store(target);
+    }
 };
 
-// The second half of a row's work, for one vector: dx, and the columns' sums.
-__device__ inline void finish_vector(const BackwardArguments& a, ColumnSums& columns, int k,
-                                     const Packed<X, kVector>& x_packed, const Packed<Dy, kVector>& dy_packed,
-                                     const Compute (&w)[kVector], const RowStatistics& row,
-                                     const RowCoefficients& coefficients, X* dx_target) {
+// The second half of a row's work, for one vector: dx, which is stored on request, and the columns' sums.
+__device__ inline void finish_vector(ColumnSums& columns, int k, const Packed<X, kVector>& x_packed,
+                                     const Packed<Dy, kVector>& dy_packed, const Compute (&w)[kVector],
+                                     const RowStatistics& row, const RowCoefficients& coefficients, bool store,
+                                     X* dx_target) {
     Compute x_hat[kVector], dy[kVector], dx[kVector];
     x_packed.unpack(x_hat);
     dy_packed.unpack(dy);
@@ -212,10 +234,10 @@ __device__ inline void finish_vector(const BackwardArguments& a, ColumnSums& col
         x_hat[v] = row.x_hat(x_hat[v]);
         dx[v] = coefficients.dx(dy[v] * w[v], x_hat[v]);
     }
-    if (a.dx) {
+    columns.add(k, dy, x_hat);
+    if (store) {
         Packed<X, kVector> packed;
         packed.pack(dx);
         packed.store_streaming(dx_target);
     }
-    columns.add(k, dy, x_hat);
 }

@@ -5,8 +5,9 @@
 // grid's stride. In registers: this thread's x and dy between their two uses, its w, its dw and db. In shared memory:
 // the second level of dw and db, and the warps' sums of a row. To memory: x, dy and dx once; one partial row of dw and
 // db for each block. Orders of sums: a row over its lanes by a butterfly, then over its warps likewise; a
-// column over 16 rows, over these in turn, over the block's groups.
+// column over 16 rows, over these in turn, over the block's groups. The next row is on its way while one is at work.
 #include "backward.cuh"
+#include "overlap.cuh"
 
 // The threads that the registers allow: only 16-bit vectors stay under 128 registers a thread.
 constexpr int kMaxThreads = kVector > 1 && sizeof(X) == 2 && sizeof(Dy) == 2 ? 512 : 256;
@@ -19,55 +20,56 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
     const int group = threadIdx.x / a.group_threads;
     const Columns own(threadIdx.x % a.group_threads, a.group_threads, a.columns);
     ColumnSums column_sums(shared, blockDim.x);
+    let_next_kernel_launch();
     Weights w;
     load_weights(w, a, own, 0);
 
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
-    int buffer = 0;
-    for (int64 first_row = int64(blockIdx.x) * groups; first_row < a.rows; first_row += int64(gridDim.x) * groups) {
-        const int64 row = first_row + group;
-        const bool active = row < a.rows;  // the last block may have more groups than rows
+    struct Row {
         Packed<X, kVector> x[kVectors];
         Packed<Dy, kVector> dy[kVectors];
         RowStatistics statistics;
-        if (active) {
+    };
+    const auto load = [&](Row& to, int64 row) {
+        if (row >= a.rows) return;  // the last block may have more groups than rows
 #pragma unroll
-            for (int k = 0; k < kVectors; ++k) {
-                if (own.holds(k)) {
-                    x[k].load_streaming(a.x + row * a.x_row_stride + own.at(k));
-                    dy[k].load_streaming(a.dy + row * a.dy_row_stride + own.at(k));
-                }
+        for (int k = 0; k < kVectors; ++k) {
+            if (own.holds(k)) {
+                to.x[k].load_streaming(a.x + row * a.x_row_stride + own.at(k));
+                to.dy[k].load_streaming(a.dy + row * a.dy_row_stride + own.at(k));
             }
-            statistics.load(a, row);
         }
+        to.statistics.load(a, row);
+    };
 
+    int buffer = 0;
+    const int64 step = int64(gridDim.x) * groups;
+    Row current = {}, next = {};
+    load(current, int64(blockIdx.x) * groups + group);
+    for (int64 first_row = int64(blockIdx.x) * groups; first_row < a.rows; first_row += step) {
+        const int64 row = first_row + group;
+        load(next, row + step);
         Sums<Compute> sums = {Compute(0), Compute(0)};
         if (a.dx) {
-            if (active) {
 #pragma unroll
-                for (int k = 0; k < kVectors; ++k) {
-                    if (own.holds(k)) add_to_sums(sums, x[k], dy[k], w[k], statistics);
-                }
-            }
+            for (int k = 0; k < kVectors; ++k) add_to_sums(sums, current.x[k], current.dy[k], w[k], current.statistics);
             group_sum.all<kLayerNorm>(sums, a.group_threads, buffer);
         }
-
-        if (active) {
-            const RowCoefficients coefficients(sums, reciprocal_columns, statistics.rstd);
+        if (row < a.rows) {
+            const RowCoefficients coefficients(sums, reciprocal_columns, current.statistics.rstd);
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
-                if (own.holds(k)) {
-                    finish_vector(a, column_sums, k, x[k], dy[k], w[k], statistics, coefficients,
-                                  a.dx + row * a.dx_row_stride + own.at(k));
-                }
+                finish_vector(column_sums, k, current.x[k], current.dy[k], w[k], current.statistics, coefficients,
+                              a.dx && own.holds(k), a.dx + row * a.dx_row_stride + own.at(k));
             }
             column_sums.row_done();
         }
+        current = next;
     }
 
     if (a.dw_partials || a.db_partials) {
         column_sums.flush();
         __syncthreads();
-        column_sums.write_partials(a, blockIdx.x, 0, a.columns, a.group_threads);
+        column_sums.write_partials(a, blockIdx.x, 0, own, a.group_threads);
     }
 }

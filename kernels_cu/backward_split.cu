@@ -5,6 +5,7 @@
 // pair of sums per row and slab; the second adds a row's pairs and does the rest. x and dy cross memory twice, dx once.
 // Orders of sums: a row over a thread's columns, over lanes and warps by butterflies, over the slabs likewise.
 #include "backward.cuh"
+#include "overlap.cuh"
 
 constexpr int kThreads = 256;
 
@@ -52,6 +53,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
     const Slab slab(a);
     const Columns own(threadIdx.x, kThreads, slab.columns);
     ColumnSums column_sums(shared, kThreads);
+    let_next_kernel_launch();
     Weights w;
     load_weights(w, a, own, slab.first_column);
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
@@ -75,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             if (own.holds(k)) {
-                finish_vector(a, column_sums, k, x[k], dy[k], w[k], statistics, coefficients, dx + own.at(k));
+                finish_vector(column_sums, k, x[k], dy[k], w[k], statistics, coefficients, a.dx, dx + own.at(k));
             }
         }
         column_sums.row_done();
@@ -84,6 +86,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
     if (a.dw_partials || a.db_partials) {
         column_sums.flush();
         __syncthreads();
-        column_sums.write_partials(a, blockIdx.y, slab.first_column, slab.columns, kThreads);
+        column_sums.write_partials(a, blockIdx.y, slab.first_column, own, kThreads);
     }
 }

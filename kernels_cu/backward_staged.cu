@@ -1,14 +1,14 @@
 // Backward pass for rows that fit in shared memory, of one block or of the blocks of a cluster (compute capability 9.0).
 //
-// A row is split by columns over the CLUSTER blocks of a cluster, `slab_columns` each, 16 columns a thread (8 in
-// float64). Where CLUSTER is 1, a block may hold several groups of `group_threads` threads (several warps each), every
+// A row is split by columns over the CLUSTER blocks of a cluster, `slab_columns` each, 32 columns a thread (16 in
+// float64; twice that for the longest rows). Where CLUSTER is 1, a block may hold several groups of `group_threads` threads (several warps each), every
 // group with rows of its own. A group keeps `stages` rows in flight: bulk copies bring x and dy into its ring in shared
 // memory, from where they are read twice, for the row's sums and for dx.
 //
 // The sums of row j + 1 are posted before those of row j are awaited, so the exchange between warps, and between
-// blocks by remote stores that complete on the receiver's barrier, hides behind work. Whoever has collected row j
-// knows more: every warp has posted row j, so every warp is done with row j − 2, and that row's place in the
-// ring can be filled again. No other barrier is needed.
+// blocks by remote stores that complete on the receiver's barrier, hides behind work. The exchange tells more: when every
+// warp has posted row j + 1, every warp is done with row j − 1, and that row's place in the ring is filled again. No
+// other barrier is needed.
 //
 // In registers: this thread's w, dw and db. In shared memory: the rings, the second level of dw and db, four slots of
 // sums per group. To memory: x, dy and dx once; one partial row of dw and db for each cluster. Orders of sums: a row
@@ -18,9 +18,10 @@
 // With VECTOR = 0 rows may start anywhere: the copy takes the 16-byte words that cover the row, at most 15 bytes more
 // on either side, all in words that hold at least one byte of the row.
 #include "backward.cuh"
+#include "overlap.cuh"
 #include "pipeline.cuh"
 
-constexpr int kMaxThreads = sizeof(Compute) == 8 ? 256 : 512;  // float64 takes twice the registers a column
+constexpr int kMaxThreads = (sizeof(Compute) == 8 ? 4096 : 8192) / kColumnsPerThread;
 constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kMaxGroups = CLUSTER > 1 ? 1 : kMaxWarps;
 constexpr int kMaxStages = 8;
@@ -102,7 +103,7 @@ struct RingPlace {
             parity ^= 1;
         }
     }
-    __device__ int stage_before(int rows, int stages) const { return stage >= rows ? stage - rows : stage - rows + stages; }
+    __device__ int stage_before(int stages) const { return (stage ? stage : stages) - 1; }
 };
 
 // A group's exchange of row sums. Row number j of the group uses slot j % kSlots.
@@ -120,10 +121,12 @@ struct SumExchange {
         if (thread < kSlots) summed[thread].init(CLUSTER > 1 ? 1 : warps);
     }
 
-    __device__ void post(Sums<Compute> sums, int j, int thread) const {
+    // Returns the warp's sums, for a group of a single warp.
+    __device__ Sums<Compute> post(Sums<Compute> sums, int j, int thread) const {
         const int slot = j % kSlots, warp = thread / 32, lane = thread % 32;
         sum_over_lanes<kLayerNorm, 32>(sums);
         __syncwarp();  // the warp's reads of earlier rows come before its arrival
+        if (entries == 1) return sums;
         Sums<Compute>* entry = slots + slot * entries + rank * warps + warp;
         if constexpr (CLUSTER > 1) {
             if (thread == 0) summed[slot].arrive_expecting(entries * int(sizeof(Sums<Compute>)));
@@ -135,11 +138,17 @@ struct SumExchange {
             *entry = sums;
             summed[slot].arrive();
         }
+        return sums;
     }
 
-    __device__ Sums<Compute> collect(int j) const {
+    __device__ void wait(int j) const {
+        if (entries > 1) summed[j % kSlots].wait(j / kSlots & 1);
+    }
+
+    __device__ Sums<Compute> collect(int j, const Sums<Compute>& posted) const {
+        if (entries == 1) return posted;
+        wait(j);
         const int slot = j % kSlots;
-        summed[slot].wait(j / kSlots & 1);
         return sum_entries<kLayerNorm, kMaxWarps * CLUSTER>(slots + slot * entries, entries);
     }
 };
@@ -181,6 +190,7 @@ extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(kMaxThreads, 1)
 
     const Columns own(thread, a.group_threads, columns);
     ColumnSums column_sums(shared, blockDim.x);
+    let_next_kernel_launch();
     Weights w;
     load_weights(w, a, own, first_column);
 
@@ -189,53 +199,52 @@ extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(kMaxThreads, 1)
         Sums<Compute> partial = {Compute(0), Compute(0)};
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
-            if (own.holds(k)) {
-                Packed<X, kVector> x;
-                Packed<Dy, kVector> dy;
-                ring.load(a, place.stage, walk.row(j), own.at(k), x, dy);
-                add_to_sums(partial, x, dy, w[k], statistics);
-            }
+            Packed<X, kVector> x;
+            Packed<Dy, kVector> dy;
+            ring.load(a, place.stage, walk.row(j), own.readable(k), x, dy);
+            add_to_sums(partial, x, dy, w[k], statistics);
         }
-        exchange.post(partial, j, thread);
+        return exchange.post(partial, j, thread);
     };
 
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
     RowStatistics current, next, after_next;
+    Sums<Compute> posted, posted_next;
     RingPlace place = {0, 0}, next_place = place;
     if (walk.count > 0) {
         current.load(a, walk.row(0));
-        post_sums(0, place, current);
+        posted = post_sums(0, place, current);
     }
     if (walk.count > 1) next.load(a, walk.row(1));
     for (int j = 0; j < walk.count; ++j) {
         next_place.advance(a.stages);
         if (j + 2 < walk.count) after_next.load(a, walk.row(j + 2));
-        if (j + 1 < walk.count) post_sums(j + 1, next_place, next);
-        const RowCoefficients coefficients(exchange.collect(j), reciprocal_columns, current.rstd);
-        if (thread == 0 && j >= 2 && j - 2 + a.stages < walk.count) {
-            ring.fill(a, place.stage_before(2, a.stages), walk.row(j - 2 + a.stages));
-        }
+        if (j + 1 < walk.count) posted_next = post_sums(j + 1, next_place, next);
+        const RowCoefficients coefficients(exchange.collect(j, posted), reciprocal_columns, current.rstd);
         const int64 row = walk.row(j);
         X* const dx = a.dx + row * a.dx_row_stride + first_column;
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
-            if (own.holds(k)) {
-                Packed<X, kVector> x;
-                Packed<Dy, kVector> dy;
-                ring.load(a, place.stage, row, own.at(k), x, dy);
-                finish_vector(a, column_sums, k, x, dy, w[k], current, coefficients, dx + own.at(k));
-            }
+            Packed<X, kVector> x;
+            Packed<Dy, kVector> dy;
+            ring.load(a, place.stage, row, own.readable(k), x, dy);
+            finish_vector(column_sums, k, x, dy, w[k], current, coefficients, a.dx && own.holds(k), dx + own.at(k));
         }
         column_sums.row_done();
+        if (thread == 0 && j >= 1 && j - 1 + a.stages < walk.count) {
+            exchange.wait(j + 1);
+            ring.fill(a, place.stage_before(a.stages), walk.row(j - 1 + a.stages));
+        }
         place = next_place;
         current = next;
         next = after_next;
+        posted = posted_next;
     }
     column_sums.flush();
 
     // Also: no block leaves while another may still store into its shared memory.
     barrier_over_row_sharers();
     if (a.dw_partials || a.db_partials) {
-        column_sums.write_partials(a, blockIdx.x / CLUSTER, first_column, columns, a.group_threads);
+        column_sums.write_partials(a, blockIdx.x / CLUSTER, first_column, own, a.group_threads);
     }
 }

@@ -151,6 +151,11 @@ template <class T, int V> struct Packed {
         for (int i = 0; i < kBytes / 16; ++i) words[i] = __ldcs(reinterpret_cast<const uint4*>(source) + i);
     }
 
+    __device__ void store(T* target) const {
+#pragma unroll
+        for (int i = 0; i < kBytes / 16; ++i) reinterpret_cast<uint4*>(target)[i] = words[i];
+    }
+
     __device__ void store_streaming(T* target) const {
 #pragma unroll
         for (int i = 0; i < kBytes / 16; ++i) __stcs(reinterpret_cast<uint4*>(target) + i, words[i]);
@@ -195,6 +200,7 @@ template <class T> struct Packed<T, 1> {
     T element;
     __device__ void load(const T* source) { element = *source; }
     __device__ void load_streaming(const T* source) { element = *source; }
+    __device__ void store(T* target) const { *target = element; }
     __device__ void store_streaming(T* target) const { *target = element; }
     template <class C> __device__ void unpack(C (&values)[1]) const { values[0] = widen<C>(element); }
     template <class C> __device__ void pack(const C (&values)[1]) { element = Narrow<T>::from(values[0]); }

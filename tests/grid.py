@@ -42,8 +42,6 @@ FAMILIES = (
     "constant",  # no variance
     "zeros",
 )
-# Families whose elements share their rounding errors, because they share their values.
-CORRELATED = ("constant", "zeros")
 SCALES = {"tiny": {"float16": 1e-4}, "huge": {"float16": 1e3}}
 DEFAULT_SCALES = {"tiny": 1e-20, "huge": 1e15}
 

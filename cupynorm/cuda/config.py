@@ -16,11 +16,18 @@ import numpy as np
 from ..problem import FLOAT_NAMES, NormProblem
 
 WARP = 32
-STAGED_MAX_STAGES = 8
+STAGED_MAX_THREADS = 256  # kMaxThreads of backward_staged.cu
+STAGED_THREADS = 128  # of a block whose groups leave the choice
+# Rows of a ring: the one at work, the one before (its place is filled again when the row at work is done), the next
+# (its sums are needed early), and at least one on its way. More than five gained nothing at any N.
+STAGED_LEAST_STAGES = 4
+STAGED_STAGES = 5
 SPLIT_THREADS = 256
 FORWARD_MAX_THREADS = 512
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 WORKSPACE_BYTES = 64 << 20
+REDUCTION_SHARED_BYTES = 10 << 10  # left free for a block of the final reduction, which is launched early
+STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
 
 BACKWARD_ARGUMENTS = "9P4q6i"  # struct BackwardArguments in backward.cuh
 FORWARD_ARGUMENTS = "6P3qd4i"  # struct ForwardArguments in forward.cu
@@ -37,11 +44,17 @@ class Device:
     compute_capability: tuple[int, int]
     multiprocessors: int
     shared_bytes: int  # that one block may have
+    driver: int = 12030  # version, as in 12030 for 12.3
 
     @property
     def has_clusters(self) -> bool:
         """Bulk asynchronous copies, clusters and remote stores into shared memory."""
         return self.compute_capability >= (9, 0)
+
+    @property
+    def overlaps_launches(self) -> bool:
+        """A kernel may be launched while the one before still runs, also in a captured graph (from driver 12.3 on)."""
+        return self.compute_capability >= (9, 0) and self.driver >= 12030
 
     @property
     def largest_cluster(self) -> int:
@@ -84,8 +97,10 @@ def compute_itemsize(x_name: str) -> int:
     return 8 if x_name == "float64" else 4
 
 
-def columns_per_thread(x_name: str) -> int:
-    return 8 if x_name == "float64" else 16
+def columns_per_thread(x_name: str, route: str) -> int:
+    """The staged route keeps no x and dy in registers, which leaves room for more columns."""
+    columns = 32 if route == "staged" else 16
+    return columns // 2 if x_name == "float64" else columns
 
 
 def vector_width(*names: str) -> int:
@@ -98,23 +113,24 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
     x, dy = problem.x_dtype.name, _name(problem.dy_dtype)
     vector = vector_width(x, dy) if aligned and problem.columns % vector_width(x, dy) == 0 else 1
     definitions = _backward_definitions(problem.norm, x, dy, problem.want_db, vector > 1)
-    per_thread = columns_per_thread(x)
-    outer_bytes = per_thread * compute_itemsize(x) * (2 if problem.want_db else 1)  # ColumnSums, for each thread
+    per_thread = columns_per_thread(x, "direct")
+    outer_bytes = _column_sums_bytes(problem, per_thread)
 
     if problem.columns <= WARP * per_thread:
         lanes = _power_of_two_at_least(_divide_up(problem.columns, per_thread if vector > 1 else 1), WARP)
-        return _direct(definitions, SMALL_BLOCK, lanes, problem.columns, outer_bytes)
+        return _direct(problem, definitions, SMALL_BLOCK, lanes)
     if device.has_clusters and x == dy:
-        staged = _staged(problem, vector, definitions, outer_bytes, device)
+        staged = _staged(problem, vector, definitions, device)
         if staged is not None:
             return staged
     threads = _whole_warps(_divide_up(problem.columns, per_thread))
-    if threads <= direct_max_threads(x, dy, vector):
-        return _direct(definitions, threads, threads, problem.columns, outer_bytes)
+    fits = outer_bytes * threads + STATIC_SHARED_BYTES <= device.shared_bytes
+    if fits and threads <= direct_max_threads(x, dy, vector):
+        return _direct(problem, definitions, threads, threads)
     slab = SPLIT_THREADS * per_thread
     return BackwardConfig(
         route="split",
-        definitions=definitions,
+        definitions=(*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}"),
         threads=SPLIT_THREADS,
         group_threads=SPLIT_THREADS,
         slab_columns=slab,
@@ -123,60 +139,63 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
     )
 
 
-def staged_max_threads(x: str) -> int:
-    """kMaxThreads of backward_staged.cu."""
-    return 256 if x == "float64" else 512
-
-
 def direct_max_threads(x: str, dy: str, vector: int) -> int:
     """kMaxThreads of backward_direct.cu."""
     return 512 if vector > 1 and ITEMSIZE[x] == ITEMSIZE[dy] == 2 else 256
 
 
-def _direct(definitions: tuple[str, ...], threads: int, group: int, columns: int, outer_bytes: int) -> BackwardConfig:
+def _direct(problem: NormProblem, definitions: tuple[str, ...], threads: int, group: int) -> BackwardConfig:
+    per_thread = columns_per_thread(problem.x_dtype.name, "direct")
     return BackwardConfig(
         route="direct",
-        definitions=definitions,
+        definitions=(*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}"),
         threads=threads,
         group_threads=group,
-        slab_columns=columns,
+        slab_columns=problem.columns,
         slabs=1,
-        shared_bytes=outer_bytes * threads,
+        shared_bytes=_column_sums_bytes(problem, per_thread) * threads,
     )
 
 
-def _staged(
-    problem: NormProblem, vector: int, definitions: tuple[str, ...], outer_bytes: int, device: Device
-) -> BackwardConfig | None:
-    """The smallest cluster whose blocks hold five rows of a ring, else four; None where not even that fits.
+def _column_sums_bytes(problem: NormProblem, per_thread: int) -> int:
+    """Shared memory that each thread needs for the second level of dw and db."""
+    return per_thread * compute_itemsize(problem.x_dtype.name) * (2 if problem.want_db else 1)
 
-    Four is the least: a ring holds the row at work, the one before (its place is filled again one row later), the
-    next (its sums are needed early) and one on its way.
+
+def _staged(problem: NormProblem, vector: int, definitions: tuple[str, ...], device: Device) -> BackwardConfig | None:
+    """The smallest cluster whose blocks have room for a ring of enough rows; None where not even the largest has.
+
+    Blocks of 128 threads, two on a multiprocessor, where a row leaves room for that, else one block: on an H200 at
+    400 MB of data, N=1024, bfloat16, two blocks of 128 threads took 110 us (RMSNorm) and 112 us (LayerNorm), one of
+    256 took 113 and 116. The smallest cluster that fits beat larger ones at every N from 8192 to 131072.
     """
     name = problem.x_dtype.name
-    max_threads = staged_max_threads(name)
-    for wanted_stages, cluster in product((5, 4), (1, 2, 4, 8, 16)):
+    per_thread = columns_per_thread(name, "staged")
+    outer_bytes = _column_sums_bytes(problem, per_thread)
+    free_bytes = device.shared_bytes - (REDUCTION_SHARED_BYTES if device.overlaps_launches else 0)
+    for cluster in (1, 2, 4, 8, 16):
         slab = _divide_up(_divide_up(problem.columns, cluster), vector) * vector
-        group = _whole_warps(_divide_up(slab, columns_per_thread(name)))
-        if cluster > device.largest_cluster or group > max_threads or (cluster - 1) * slab >= problem.columns:
+        group = _whole_warps(_divide_up(slab, per_thread))
+        if cluster > device.largest_cluster or group > STAGED_MAX_THREADS or (cluster - 1) * slab >= problem.columns:
             continue
-        part = _divide_up(slab * ITEMSIZE[name] + (0 if vector > 1 else 32), 128) * 128
-        static_bytes = 2048 + 4 * max_threads // WARP * cluster * 2 * compute_itemsize(name)
-        for groups in range(max_threads // group if cluster == 1 else 1, 0, -1):
-            threads = groups * group
-            ring_bytes = device.shared_bytes - static_bytes - outer_bytes * threads
-            stages = min(STAGED_MAX_STAGES, ring_bytes // (2 * part * groups))
-            if stages >= wanted_stages:
+        groups = max(1, STAGED_THREADS // group) if cluster == 1 else 1
+        threads = groups * group
+        row_bytes = 2 * _divide_up(slab * ITEMSIZE[name] + (0 if vector > 1 else 32), 128) * 128
+        static_bytes = 2048 + 4 * STAGED_MAX_THREADS // WARP * cluster * 2 * compute_itemsize(name)
+        for blocks in (2, 1) if cluster == 1 else (1,):
+            stages = (free_bytes // blocks - static_bytes - outer_bytes * threads) // (row_bytes * groups)
+            if stages >= STAGED_LEAST_STAGES:
+                stages = min(STAGED_STAGES, stages)
                 return BackwardConfig(
                     route="staged",
-                    definitions=(*definitions, f"-DCLUSTER={cluster}"),
+                    definitions=(*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DCLUSTER={cluster}"),
                     threads=threads,
                     group_threads=group,
                     slab_columns=slab,
                     slabs=cluster,
                     cluster=cluster,
                     stages=stages,
-                    shared_bytes=outer_bytes * threads + 2 * part * groups * stages,
+                    shared_bytes=outer_bytes * threads + row_bytes * groups * stages,
                 )
     return None
 
@@ -192,12 +211,22 @@ def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: i
     return max(1, walkers)
 
 
+def sums_walkers(config: BackwardConfig, problem: NormProblem, device: Device) -> int:
+    """Blocks that walk rows in the first sweep of the split route: 8 for a multiprocessor, no partial rows to pay."""
+    return max(1, min(problem.rows, _divide_up(8 * device.multiprocessors, config.slabs)))
+
+
+def partials_threads(rows: int) -> int:
+    """Threads of a block of the final reduction: few enough to fit beside the kernel before, where rows are few."""
+    return 256 if rows <= 160 else 1024
+
+
 def forward_config(problem: NormProblem, aligned: bool) -> ForwardConfig:
     """Choose the forward kernel; `aligned` says that every row of x and y starts at a multiple of 16 bytes."""
     x = problem.x_dtype.name
     vector = vector_width(x) if aligned and problem.columns % vector_width(x) == 0 else 1
     definitions = _forward_definitions(problem.norm, x, vector > 1)
-    per_thread = columns_per_thread(x)
+    per_thread = columns_per_thread(x, "direct")
     if problem.columns <= WARP * per_thread:
         lanes = _power_of_two_at_least(_divide_up(problem.columns, per_thread if vector > 1 else 1), WARP)
         return ForwardConfig("forward_direct", definitions, SMALL_BLOCK, lanes)
@@ -227,12 +256,14 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         ("rmsnorm", "layernorm"), FLOAT_NAMES, FLOAT_NAMES, (False, True), (False, True)
     ):
         definitions = _backward_definitions(norm, x, dy, want_db, vector)
-        yield Variant("backward_direct.cu", ("backward_direct",), definitions)
-        yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), definitions)
+        direct = (*definitions, f"-DCOLUMNS_PER_THREAD={columns_per_thread(x, 'direct')}")
+        yield Variant("backward_direct.cu", ("backward_direct",), direct)
+        yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), direct)
         if device.has_clusters and x == dy:
+            staged = (*definitions, f"-DCOLUMNS_PER_THREAD={columns_per_thread(x, 'staged')}")
             for cluster in (1, 2, 4, 8, 16):
                 if cluster <= device.largest_cluster:
-                    yield Variant("backward_staged.cu", ("backward_staged",), (*definitions, f"-DCLUSTER={cluster}"))
+                    yield Variant("backward_staged.cu", ("backward_staged",), (*staged, f"-DCLUSTER={cluster}"))
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
         yield Variant("forward.cu", ("forward_direct", "forward_swept"), _forward_definitions(norm, x, vector))
     for compute_name in ("float32", "float64"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
 from dataclasses import dataclass
@@ -13,15 +12,14 @@ import numpy as np
 
 from ..problem import NormProblem, address_of
 from . import config as choose
+from .driver import Launch
 from .module import kernel
 
 if TYPE_CHECKING:
     from ..dispatch import BackwardOperands, ForwardOperands
 
-_NON_PORTABLE_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 # cudaDevAttr… ComputeCapabilityMajor, ComputeCapabilityMinor, MultiProcessorCount, MaxSharedMemoryPerBlockOptin
 _DEVICE_ATTRIBUTES = (75, 76, 16, 97)
-_STATIC_SHARED_BYTES = 48 << 10  # what a block may have without asking
 
 
 def backward(problem: NormProblem, operands: BackwardOperands) -> None:
@@ -36,12 +34,11 @@ def backward(problem: NormProblem, operands: BackwardOperands) -> None:
     config = plan.config
 
     columns, compute = problem.columns, problem.compute_dtype
-    want_partials = problem.want_dw or problem.want_db
     partials = cupy.empty((2, plan.walkers, columns) if problem.want_db else (1, plan.walkers, columns), compute)
     sums = cupy.empty(problem.rows * config.slabs * 2, compute) if config.route == "split" else None
     dw_partials = partials.data.ptr if problem.want_dw else 0
     db_partials = partials.data.ptr + plan.walkers * columns * compute.itemsize if problem.want_db else 0
-    arguments = _pack(
+    arguments = struct.pack(
         choose.BACKWARD_ARGUMENTS,
         x,
         dy,
@@ -64,19 +61,20 @@ def backward(problem: NormProblem, operands: BackwardOperands) -> None:
         config.slabs,
     )
     for launch in plan.kernels:
-        launch.kernel(launch.grid, (config.threads,), (arguments,), shared_mem=launch.shared_bytes)
-    if want_partials:
-        arguments = _pack(
-            choose.PARTIALS_ARGUMENTS,
-            dw_partials,
-            db_partials,
-            _address(operands.dw),
-            _address(operands.db),
-            plan.walkers,
-            columns,
-            _code(problem.parameter_dtype),
+        launch(arguments)
+    if problem.want_dw or problem.want_db:
+        plan.reduce(
+            struct.pack(
+                choose.PARTIALS_ARGUMENTS,
+                dw_partials,
+                db_partials,
+                _address(operands.dw),
+                _address(operands.db),
+                plan.walkers,
+                columns,
+                _code(problem.parameter_dtype),
+            )
         )
-        plan.reduce(((columns + 31) // 32, 2), (1024,), (arguments,))
 
 
 def forward(problem: NormProblem, operands: ForwardOperands) -> None:
@@ -85,7 +83,7 @@ def forward(problem: NormProblem, operands: ForwardOperands) -> None:
         return
     x, y = _address(operands.x), _address(operands.y)
     plan = _forward_plan(problem, _is_aligned(problem, x, 0, y), cupy.cuda.runtime.getDevice())
-    arguments = _pack(
+    arguments = struct.pack(
         choose.FORWARD_ARGUMENTS,
         x,
         _address(operands.w),
@@ -102,24 +100,17 @@ def forward(problem: NormProblem, operands: ForwardOperands) -> None:
         _code(problem.b_dtype),
         plan.config.group_threads,
     )
-    plan.launch.kernel(plan.launch.grid, (plan.config.threads,), (arguments,))
+    plan.launch(arguments)
 
 
 # --- plans: everything about a call that does not depend on addresses -------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Launch:
-    kernel: Any
-    grid: tuple[int, ...]
-    shared_bytes: int = 0
-
-
-@dataclass(frozen=True)
 class BackwardPlan:
     config: choose.BackwardConfig
     kernels: tuple[Launch, ...]
-    reduce: Any
+    reduce: Launch
     walkers: int
 
 
@@ -133,29 +124,41 @@ class ForwardPlan:
 def _backward_plan(problem: NormProblem, aligned: bool, device_id: int) -> BackwardPlan:
     device = device_of(device_id)
     config = choose.backward_config(problem, aligned, device)
-    file = f"backward_{config.route}.cu"
-    reduce = kernel("partials.cu", "reduce_partials", choose.partials_definitions(problem.compute_dtype.name))
+    main_name = "backward_split_apply" if config.route == "split" else f"backward_{config.route}"
+    main = _launch(config, main_name)
+    at_once = main.blocks_at_once(device.multiprocessors) if config.cluster == 1 else main.clusters_at_once()
+    walkers = choose.partial_rows(config, problem, at_once)
     if config.route == "split":
-        sums_kernel = kernel(file, "backward_split_sums", config.definitions)
-        apply_kernel = kernel(file, "backward_split_apply", config.definitions)
-        at_once = _blocks_at_once(apply_kernel, config, device_id)
-        walkers = choose.partial_rows(config, problem, at_once)
-        sums_walkers = min(problem.rows, -(-8 * device.multiprocessors // config.slabs), 65535)
-        sums_launch = Launch(sums_kernel, (config.slabs, sums_walkers))
-        apply_launch = Launch(apply_kernel, (config.slabs, walkers), config.shared_bytes)
-        kernels = (sums_launch, apply_launch) if problem.want_dx else (apply_launch,)
-        return BackwardPlan(config, kernels, reduce, walkers)
-    main = kernel(file, f"backward_{config.route}", config.definitions)
-    walkers = choose.partial_rows(config, problem, _blocks_at_once(main, config, device_id))
-    return BackwardPlan(config, (Launch(main, (walkers * config.cluster,), config.shared_bytes),), reduce, walkers)
+        sums_walkers = choose.sums_walkers(config, problem, device)
+        sums = _launch(config, "backward_split_sums").with_grid(config.slabs, sums_walkers)
+        kernels = (*((sums,) if problem.want_dx else ()), main.with_grid(config.slabs, walkers))
+    else:
+        kernels = (main.with_grid(walkers * config.cluster),)
+    reduce = Launch(
+        kernel("partials.cu", "reduce_partials", choose.partials_definitions(problem.compute_dtype.name)),
+        choose.partials_threads(walkers),
+        (-(-problem.columns // choose.WARP), 2 if problem.want_db else 1),
+        overlaps_previous=device.overlaps_launches,
+    )
+    return BackwardPlan(config, kernels, reduce, walkers)
+
+
+def _launch(config: choose.BackwardConfig, name: str) -> Launch:
+    return Launch(
+        kernel(f"backward_{config.route}.cu", name, config.definitions),
+        config.threads,
+        (config.cluster, 1),
+        shared_bytes=0 if name == "backward_split_sums" else config.shared_bytes,
+        cluster=config.cluster,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def _forward_plan(problem: NormProblem, aligned: bool, device_id: int) -> ForwardPlan:
     config = choose.forward_config(problem, aligned)
-    main = kernel("forward.cu", config.kernel, config.definitions)
-    at_once = _resident_blocks(main, config.threads, 0) * device_of(device_id).multiprocessors
-    return ForwardPlan(config, Launch(main, (min(at_once, -(-problem.rows // config.groups)),)))
+    main = Launch(kernel("forward.cu", config.kernel, config.definitions), config.threads)
+    at_once = main.blocks_at_once(device_of(device_id).multiprocessors)
+    return ForwardPlan(config, main.with_grid(min(at_once, -(-problem.rows // config.groups))))
 
 
 @functools.cache
@@ -164,65 +167,7 @@ def device_of(device_id: int) -> choose.Device:
     major, minor, multiprocessors, shared_bytes = (
         int(cupy.cuda.runtime.deviceGetAttribute(attribute, device_id)) for attribute in _DEVICE_ATTRIBUTES
     )
-    return choose.Device((major, minor), multiprocessors, shared_bytes)
-
-
-def _blocks_at_once(main: Any, config: choose.BackwardConfig, device_id: int) -> int:
-    """How many blocks, or clusters, of a kernel the whole device holds at the same time. Also sets the kernel up."""
-    if config.shared_bytes > _STATIC_SHARED_BYTES - 8192:
-        main.max_dynamic_shared_size_bytes = config.shared_bytes
-    multiprocessors = device_of(device_id).multiprocessors
-    if config.cluster == 1:
-        return _resident_blocks(main, config.threads, config.shared_bytes) * multiprocessors
-    if config.cluster > 8:
-        cupy.cuda.driver.funcSetAttribute(main.kernel.ptr, _NON_PORTABLE_CLUSTER, 1)
-    return _resident_clusters(main, config)
-
-
-def _resident_blocks(main: Any, threads: int, shared_bytes: int) -> int:
-    occupancy = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
-    return max(1, int(occupancy(main.kernel.ptr, threads, shared_bytes)))
-
-
-class _LaunchAttribute(ctypes.Structure):  # CUlaunchAttribute, with the value for cluster dimensions
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
-
-
-class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_LaunchAttribute)),
-        ("attribute_count", ctypes.c_uint),
-    ]
-
-
-_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-
-
-def _resident_clusters(main: Any, config: choose.BackwardConfig) -> int:
-    """cuOccupancyMaxActiveClusters, which CuPy does not expose."""
-    attribute = _LaunchAttribute(id=_CLUSTER_DIMENSION)
-    attribute.value[:3] = (config.cluster, 1, 1)
-    launch = _LaunchConfig(shared_bytes=config.shared_bytes, attributes=ctypes.pointer(attribute), attribute_count=1)
-    launch.grid[:] = (config.cluster, 1, 1)
-    launch.block[:] = (config.threads, 1, 1)
-    clusters = ctypes.c_int()
-    status = _driver().cuOccupancyMaxActiveClusters(
-        ctypes.byref(clusters), ctypes.c_void_p(main.kernel.ptr), ctypes.byref(launch)
-    )
-    if status:
-        raise RuntimeError(f"cuOccupancyMaxActiveClusters failed with CUDA driver error {status}")
-    return max(1, clusters.value)
-
-
-@functools.cache
-def _driver() -> Any:
-    import sys
-
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    return choose.Device((major, minor), multiprocessors, shared_bytes, cupy.cuda.runtime.driverGetVersion())
 
 
 # --- small pieces -----------------------------------------------------------------------------------------------------
@@ -242,9 +187,3 @@ def _is_aligned(problem: NormProblem, x: int, dy: int, out: int) -> bool:
 
 def _code(dtype: np.dtype[Any] | None) -> int:
     return choose.ELEMENT_CODES[None if dtype is None else dtype.name]
-
-
-def _pack(layout: str, *values: Any) -> np.ndarray[Any, Any]:
-    """A kernel argument of struct type: CuPy passes a NumPy array of one element by value."""
-    packed = struct.pack(layout, *values)
-    return np.frombuffer(packed, f"V{len(packed)}")

@@ -1,0 +1,142 @@
+"""Launch choices are a pure function: checked here for every device generation without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupynorm.cuda import config
+from cupynorm.problem import NormProblem
+
+# Multiprocessors and shared memory a block of a T4, A100, H200, B200 and an RTX 5090.
+DEVICES = {
+    "sm_75": config.Device((7, 5), 40, 65536),
+    "sm_80": config.Device((8, 0), 108, 166912),
+    "sm_90": config.Device((9, 0), 132, 232448),
+    "sm_100": config.Device((10, 0), 148, 232448),
+    "sm_120": config.Device((12, 0), 170, 101376),
+}
+DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")} | {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16)
+}
+# Every power of two and its neighbours: where one route ends and the next begins.
+COLUMNS = sorted({n + d for n in (1 << k for k in range(19)) for d in (-1, 0, 1, 8) if 1 <= n + d <= 262144} | {262143})
+
+
+def backward(columns: int, x: str, dy: str, rows: int = 4096, norm: str = "layernorm") -> NormProblem:
+    return NormProblem(
+        norm=norm,
+        direction="backward",
+        rows=rows,
+        columns=columns,
+        x_dtype=DTYPES[x],
+        dy_dtype=DTYPES[dy],
+        w_dtype=DTYPES["float32"],
+        b_dtype=None,
+        x_row_stride=columns,
+        dy_row_stride=columns,
+        out_row_stride=columns,
+        copies=frozenset(),
+        want_dx=True,
+        want_dw=True,
+        want_db=norm == "layernorm",
+    )
+
+
+@pytest.fixture(params=DEVICES, scope="module")
+def device(request):
+    return DEVICES[request.param]
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("dy", DTYPES)
+@pytest.mark.parametrize("x", DTYPES)
+def test_backward_configs_hold_their_rows(device, x, dy, aligned):
+    compiled = {(v.file, v.definitions) for v in config.variants(device.compute_capability)}
+    for columns in COLUMNS:
+        chosen = config.backward_config(backward(columns, x, dy), aligned, device)
+        at = f"{columns} columns: {chosen}"
+        assert (chosen.slabs - 1) * chosen.slab_columns < columns <= chosen.slabs * chosen.slab_columns, at
+        assert chosen.slab_columns <= chosen.group_threads * config.columns_per_thread(x, chosen.route), at
+        assert chosen.threads % chosen.group_threads == 0, at
+        assert chosen.threads % 32 == 0, at
+        assert chosen.group_threads % 32 == 0 or 32 % chosen.group_threads == 0, at
+        assert chosen.shared_bytes + config.STATIC_SHARED_BYTES <= device.shared_bytes, at
+        assert (f"backward_{chosen.route}.cu", chosen.definitions) in compiled, at
+        if chosen.route == "staged":
+            assert device.has_clusters, at
+            assert config.STAGED_LEAST_STAGES <= chosen.stages <= config.STAGED_STAGES, at
+            assert chosen.threads <= config.STAGED_MAX_THREADS, at
+            assert chosen.groups == 1 or chosen.cluster == 1, at
+        if chosen.route == "direct" and chosen.groups == 1:
+            assert chosen.threads <= config.direct_max_threads(x, dy, 2 if "-DVECTOR=1" in chosen.definitions else 1), (
+                at
+            )
+        if "-DVECTOR=1" in chosen.definitions:
+            width = config.vector_width(x, dy)
+            assert aligned, at
+            assert columns % width == 0, at
+            assert chosen.slab_columns % width == 0, at
+
+
+@pytest.mark.parametrize("x", DTYPES)
+def test_what_orders_a_rows_sums_does_not_depend_on_the_number_of_rows(device, x):
+    for columns in COLUMNS:
+        few, many = (config.backward_config(backward(columns, x, x, rows), True, device) for rows in (1, 1 << 20))
+        assert few == many
+
+
+@pytest.mark.parametrize("x", DTYPES)
+def test_partials_stay_within_the_workspace(device, x):
+    for columns in COLUMNS:
+        problem = backward(columns, x, x, rows=1 << 24)
+        chosen = config.backward_config(problem, True, device)
+        walkers = config.partial_rows(chosen, problem, blocks_at_once=2048 // chosen.cluster)
+        assert walkers >= 1
+        if walkers > 1:
+            assert walkers * columns * 2 * config.compute_itemsize(x) <= config.WORKSPACE_BYTES
+
+
+def test_no_more_walkers_than_rows(device):
+    for rows in (1, 2, 7, 131, 132, 133):
+        problem = backward(4096, "bfloat16", "bfloat16", rows=rows)
+        chosen = config.backward_config(problem, True, device)
+        walkers = config.partial_rows(chosen, problem, blocks_at_once=1000)
+        assert (walkers - 1) * chosen.groups < rows
+
+
+def test_rows_that_fit_on_chip_are_read_once():
+    """Only rows beyond shared memory of the largest cluster (or of a block's registers without clusters) are split."""
+    hopper, ampere = DEVICES["sm_90"], DEVICES["sm_80"]
+
+    def route(columns, x, device, aligned=True):
+        return config.backward_config(backward(columns, x, x), aligned, device).route
+
+    assert {route(n, "bfloat16", hopper) for n in (1024, 8192, 65536, 131072)} == {"staged"}
+    assert {route(n, "bfloat16", hopper, aligned=False) for n in (1001, 8191, 65535, 131071)} == {"staged"}
+    assert {route(n, "float32", hopper) for n in (1024, 8192, 65536)} == {"staged"}
+    assert route(262144, "float64", hopper) == "split"
+    assert {route(n, "bfloat16", ampere) for n in (128, 1024, 8192)} == {"direct"}
+    assert route(16384, "bfloat16", ampere) == "split"
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("x", DTYPES)
+def test_forward_configs_hold_their_rows(device, x, aligned):
+    compiled = {v.definitions for v in config.variants(device.compute_capability) if v.file == "forward.cu"}
+    for columns in COLUMNS:
+        problem = replace(backward(columns, x, x), direction="forward", dy_dtype=None, dy_row_stride=0)
+        chosen = config.forward_config(problem, aligned)
+        assert chosen.definitions in compiled
+        assert chosen.threads <= config.FORWARD_MAX_THREADS
+        if chosen.kernel == "forward_direct":
+            assert columns <= chosen.group_threads * config.columns_per_thread(x, "direct")
+
+
+def test_mixed_types_take_vectors_of_the_smaller_one():
+    assert config.vector_width("bfloat16", "float32") == 8
+    assert config.vector_width("float32", "float64") == 4
+    assert config.vector_width("float64") == 2

@@ -1,0 +1,331 @@
+"""Torch and JAX arrays in, the same framework's arrays out, without a copy on the way in.
+
+The same bodies run on the host and (under the gpu mark) on CUDA devices.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import sys
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from foreign import Foreign
+from frameworks import FRAMEWORKS
+from helpers import (
+    DTYPES,
+    NORMS,
+    Tensors,
+    address,
+    assert_same_bits,
+    backward,
+    forward,
+    host,
+    make_tensors,
+    same_bits,
+    spy,
+)
+
+import cupynorm
+from cupynorm import dlpack
+
+BOTH_DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NAMES = ("x", "w", "b", "dy", "mean", "rstd")
+
+
+@pytest.fixture(params=FRAMEWORKS)
+def framework(request: pytest.FixtureRequest, device: str) -> Any:
+    return FRAMEWORKS[request.param](device)
+
+
+@pytest.fixture
+def torch(device: str) -> Any:
+    return FRAMEWORKS["torch"](device)
+
+
+def backend_arrays(device: str) -> Any:
+    """The module whose arrays the backend gets for this device's arrays."""
+    return importlib.import_module("cupy" if device == "cuda" else "numpy")
+
+
+def exported(framework: Any, tensors: Tensors) -> Tensors:
+    """The same values as the framework's arrays."""
+    arrays = {name: getattr(tensors, name) for name in NAMES}
+    return Tensors(**{name: None if a is None else framework.array(host(a)) for name, a in arrays.items()})
+
+
+@pytest.mark.parametrize("device", BOTH_DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_arrays_of_the_framework_come_back(
+    monkeypatch: Any, framework: Any, device: str, norm: str, dtype: str
+) -> None:
+    """Types, devices, dtypes, and the very bits that the backend's own arrays get. The backend works on the
+    framework's memory: every operand lies where the framework has it."""
+    xp = backend_arrays(device)
+    own = make_tensors(xp, norm, (33, 500), dtype, w_dtype="bfloat16")
+    theirs = exported(framework, own)
+    pointers = {name: framework.pointer(getattr(theirs, name)) for name in NAMES if getattr(theirs, name) is not None}
+    calls = spy(monkeypatch, xp)
+    for run in (lambda t: backward(norm, t, has_bias=True), lambda t: forward(norm, t)):
+        calls.clear()
+        results = run(theirs)
+        operands = calls[0][1]
+        for name, pointer in pointers.items():
+            if hasattr(operands, name) and not (name in ("mean", "rstd") and hasattr(operands, "y")):
+                assert address(getattr(operands, name)) == pointer, f"{name} was copied"
+        framework.synchronize()
+        expected = tuple(host(array) for array in run(own))
+        assert all(isinstance(result, framework.kind) for result in results)
+        assert_same_bits(tuple(framework.values(result) for result in results), expected)
+    assert {str(result.dtype).removeprefix("torch.") for result in results} <= {dtype, str(own.rstd.dtype)}
+
+
+@pytest.mark.parametrize("device", BOTH_DEVICES)
+def test_results_are_not_copied_to_torch(monkeypatch: Any, torch: Any, device: str) -> None:
+    calls = spy(monkeypatch, backend_arrays(device))
+    tensors = exported(torch, make_tensors(np, "layernorm", (33, 500), "bfloat16"))
+    results = backward("layernorm", tensors)
+    operands = calls[0][1]
+    assert [result.data_ptr() for result in results] == [
+        address(operands.dx),
+        address(operands.dw),
+        address(operands.db),
+    ]
+
+
+@pytest.mark.parametrize("device", BOTH_DEVICES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tensors_given_as_out_are_written_in_place(torch: Any, device: str, dtype: str) -> None:
+    own = make_tensors(np, "layernorm", (33, 500), dtype, w_dtype="bfloat16")
+    theirs = exported(torch, own)
+    buffer = torch.array(np.zeros((33, 600), DTYPES[dtype]))
+    out = (buffer[:, 50:550], None, torch.array(np.zeros(500, DTYPES["bfloat16"])))
+    results = backward("layernorm", theirs, out=out)
+    assert results[0] is out[0]
+    assert results[2] is out[2]
+    expected = backward("layernorm", theirs)
+    for result, wanted in zip(results, expected, strict=True):
+        assert same_bits(np.ascontiguousarray(torch.values(result)), torch.values(wanted))
+    assert not buffer[:, :50].any()
+    assert not buffer[:, 550:].any()
+
+
+@pytest.mark.parametrize("device", BOTH_DEVICES)
+def test_jax_arrays_are_never_written_to(device: str) -> None:
+    """JAX's arrays are immutable: others may share their memory."""
+    jax = FRAMEWORKS["jax"](device)
+    tensors = exported(jax, make_tensors(np, "rmsnorm", (3, 8)))
+    dx = jax.array(np.full((3, 8), 7, np.float32))
+    with pytest.raises(ValueError, match=r"^out\[0\] \(dx\): .*read-only.*writable"):
+        backward("rmsnorm", tensors, out=(dx, None))
+    assert bool((dx == 7).all())
+
+
+@pytest.mark.parametrize("device", BOTH_DEVICES)
+@pytest.mark.parametrize("name", ["x", "w", "dy", "rstd"])
+def test_tensors_under_differentiation_are_refused(torch: Any, device: str, name: str) -> None:
+    tensors = exported(torch, make_tensors(np, "rmsnorm", (3, 8)))
+    getattr(tensors, name).requires_grad_()
+    with pytest.raises(TypeError, match=rf"^{name}: torch\.Tensor .*grad"):
+        backward("rmsnorm", tensors)
+
+
+@pytest.mark.parametrize("device", BOTH_DEVICES)
+def test_kinds_of_tensors_that_cannot_be_read_are_refused(torch: Any, device: str) -> None:
+    tensors = exported(torch, make_tensors(np, "rmsnorm", (3, 8)))
+    x = tensors.x
+    for dy, error in (
+        (x.bool(), ValueError),
+        (x.long(), ValueError),
+        (x.to_sparse(), TypeError),
+        (x.to("meta"), TypeError),
+    ):
+        tensors.dy = dy
+        with pytest.raises(error, match=r"^dy: "):
+            backward("rmsnorm", tensors)
+
+
+@pytest.mark.parametrize("device", BOTH_DEVICES)
+@pytest.mark.parametrize("layout", ["slice", "every second row", "transposed", "every second column", "expanded"])
+def test_layouts_of_tensors(monkeypatch: Any, torch: Any, device: str, layout: str) -> None:
+    """Rows at one stride are read in place, as everywhere."""
+    own = make_tensors(np, "layernorm", (32, 48), "bfloat16")
+    if layout == "expanded":
+        own.dy[:] = own.dy[0]
+    theirs = exported(torch, own)
+    expected = [torch.values(result) for result in backward("layernorm", theirs)]
+    wide = {name: torch.torch.zeros(64, 96, dtype=torch.torch.bfloat16, device=device) for name in ("x", "dy")}
+    for name, buffer in wide.items():
+        view = {
+            "slice": buffer[:32, 3:51],
+            "every second row": buffer[::2, :48],
+            "transposed": buffer[:48, :32].T,
+            "every second column": buffer[:32, ::2],
+            "expanded": buffer[:32, :48] if name == "x" else buffer[0, :48].expand(32, 48),
+        }[layout]
+        if layout == "expanded" and name == "dy":
+            buffer[0, :48] = theirs.dy[0]
+        else:
+            view.copy_(getattr(theirs, name))
+        setattr(theirs, name, view)
+    calls = spy(monkeypatch, backend_arrays(device))
+    results = backward("layernorm", theirs)
+    if layout in ("slice", "every second row", "expanded"):
+        assert address(calls[0][1].x) == theirs.x.data_ptr()
+        assert address(calls[0][1].dy) == theirs.dy.data_ptr()
+    np.testing.assert_array_equal(torch.values(results[0]).view(np.uint16), expected[0].view(np.uint16))
+    for result, wanted in zip(results[1:], expected[1:], strict=True):
+        np.testing.assert_allclose(torch.values(result), wanted, rtol=1e-6, atol=1e-6)  # float32 sums of 32 terms
+
+
+def test_frameworks_do_not_mix() -> None:
+    torch, jax = (FRAMEWORKS[name]("cpu") for name in ("torch", "jax"))
+    own = make_tensors(np, "rmsnorm", (3, 8))
+    of_torch, of_jax = exported(torch, own), exported(jax, own)
+    of_torch.dy = of_jax.dy
+    with pytest.raises(TypeError, match=r"^dy: got jax\S*, but x is torch\.Tensor; .* one framework"):
+        backward("rmsnorm", of_torch)
+    of_jax.rstd = own.rstd
+    with pytest.raises(TypeError, match=r"^rstd: got numpy\.ndarray, but x is jax\S*; .* one framework"):
+        backward("rmsnorm", of_jax)
+
+
+@pytest.mark.gpu
+def test_host_and_cuda_tensors_do_not_mix() -> None:
+    on_host, on_device = (
+        exported(FRAMEWORKS["torch"](device), make_tensors(np, "rmsnorm", (3, 8))) for device in ("cpu", "cuda")
+    )
+    on_device.w, on_host.w = on_host.w, on_device.w
+    with pytest.raises(TypeError, match=r"^w: is on the host, but x is on cuda:0; .* one device"):
+        backward("rmsnorm", on_device)
+    with pytest.raises(TypeError, match=r"^w: is on cuda:0, but x is on the host; .* one device"):
+        backward("rmsnorm", on_host)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_no_rows_and_no_axes(framework: Any, device: str) -> None:
+    empty = exported(framework, make_tensors(np, "layernorm", (0, 8), "bfloat16"))
+    dx, dw, db = backward("layernorm", empty)
+    assert tuple(dx.shape) == (0, 8)
+    assert not framework.values(dw).any()
+    assert not framework.values(db).any()
+    vector = make_tensors(np, "layernorm", (8,), "float32")
+    results = forward("layernorm", exported(framework, vector))
+    assert [tuple(result.shape) for result in results] == [(8,), (), ()]
+    got = backward("layernorm", exported(framework, vector))
+    assert_same_bits(tuple(framework.values(result) for result in got), backward("layernorm", vector))
+
+
+# --- the protocol itself, and who owns the memory -----------------------------------------------------------
+
+
+def foreign_tensors(own: Tensors, **options: Any) -> Tensors:
+    arrays = {name: getattr(own, name) for name in NAMES}
+    return Tensors(**{name: None if array is None else Foreign(array, **options) for name, array in arrays.items()})
+
+
+@pytest.mark.parametrize("versioned", [True, False], ids=["versioned", "old protocol"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_any_framework_with_dlpack(monkeypatch: Any, norm: str, versioned: bool) -> None:
+    own = make_tensors(np, norm, (7, 33), "float16")
+    calls = spy(monkeypatch, np)
+    results = backward(norm, foreign_tensors(own, versioned=versioned))
+    assert all(type(result) is Foreign for result in results)
+    assert address(calls[0][1].x) == address(own.x)
+    assert_same_bits(tuple(result.array for result in results), backward(norm, own))
+
+
+def test_read_only_inputs_are_taken() -> None:
+    own = make_tensors(np, "rmsnorm", (3, 8))
+    expected = backward("rmsnorm", own)
+    for name in ("x", "w", "dy", "rstd"):
+        getattr(own, name).flags.writeable = False
+    results = backward("rmsnorm", foreign_tensors(own))
+    assert_same_bits(tuple(result.array for result in results), expected)
+
+
+def test_strides_of_a_contiguous_array() -> None:
+    for shape in ((), (5,), (2, 3, 4), (3, 0, 2), (1, 7, 1)):
+        expected = np.empty(shape, np.float32)
+        strides = dlpack.contiguous_strides(shape, 4)
+        assert expected.size == 0 or strides == expected.strides
+        assert len(strides) == len(shape)
+
+
+def test_the_producer_gets_its_memory_back() -> None:
+    """Alive as long as the imported array, also when its own object is gone; released with it, exactly then."""
+    source = np.arange(12, dtype=np.float32).reshape(3, 4)
+    released = weakref.ref(source)
+    imported = dlpack.as_numpy(Foreign(source))
+    part = imported[1:, 2:]
+    del source, imported
+    gc.collect()
+    assert released() is not None
+    np.testing.assert_array_equal(part, [[6, 7], [10, 11]])
+    del part
+    gc.collect()
+    assert released() is None
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["call", "refused call"])
+def test_a_call_keeps_nothing(bad: bool) -> None:
+    own = make_tensors(np, "rmsnorm", (3, 8))
+    released = [weakref.ref(array) for array in (own.x, own.w, own.dy, own.rstd)]
+    theirs = foreign_tensors(own)
+    if bad:
+        with pytest.raises(ValueError, match="rstd"):
+            cupynorm.rmsnorm_backward(theirs.x, theirs.w, theirs.dy, theirs.w)
+    else:
+        backward("rmsnorm", theirs)
+    del own, theirs
+    gc.collect()
+    assert [reference() for reference in released] == [None] * 4
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_thousand_calls_leave_nothing_behind(framework: Any, device: str) -> None:
+    """64 KiB in and 64 KiB out a call: one kept array a call would show as 64 MB, a kept object as 1000 blocks."""
+    own = make_tensors(np, "rmsnorm", (64, 256), "float32")
+
+    def calls(count: int) -> None:
+        for _ in range(count):
+            backward("rmsnorm", exported(framework, own))
+        gc.collect()
+
+    calls(500)  # caches of the frameworks fill
+    blocks, memory = sys.getallocatedblocks(), resident()
+    calls(1000)
+    assert sys.getallocatedblocks() - blocks < 500
+    assert resident() - memory < 32 << 20
+
+
+@pytest.mark.gpu
+def test_a_thousand_calls_leave_nothing_behind_on_the_device() -> None:
+    """Counted by torch's allocator for inputs, by CuPy's for results, to the byte."""
+    import cupy
+
+    torch = FRAMEWORKS["torch"]("cuda")
+    own = make_tensors(np, "rmsnorm", (64, 256), "bfloat16")
+
+    def used() -> tuple[int, int]:
+        torch.synchronize()
+        gc.collect()
+        return torch.torch.cuda.memory_allocated(), cupy.get_default_memory_pool().used_bytes()
+
+    backward("rmsnorm", exported(torch, own))
+    before = used()
+    for _ in range(1000):
+        backward("rmsnorm", exported(torch, own))
+    assert used() == before

@@ -1,0 +1,136 @@
+"""The producer's stream is respected: inputs that another framework has yet to write, results that it reads at once.
+
+Each test delays one side by a kernel of a third of a second. Without ordering the other side would see what was there
+before; the control test shows that it does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from frameworks import FRAMEWORKS
+from helpers import NORMS, Tensors, backward, host, litter, make_tensors
+from test_cuda_runtime import spin
+
+pytestmark = pytest.mark.gpu
+
+DELAY = 0.3
+
+
+@pytest.fixture
+def cupy() -> Any:
+    return pytest.importorskip("cupy")
+
+
+@pytest.fixture
+def torch() -> Any:
+    return FRAMEWORKS["torch"]("cuda").torch
+
+
+def sleep(torch: Any) -> None:
+    """Keep torch's current stream busy (counted in cycles, at 2 GHz at most)."""
+    torch.cuda._sleep(int(DELAY * 2e9))
+
+
+class Late:
+    """Tensors that a stream of torch's has yet to fill, and what the call on them must give."""
+
+    def __init__(self, cupy: Any, torch: Any, norm: str) -> None:
+        own = make_tensors(cupy, norm, (200, 1000), "float32")
+        self.expected = [host(result) for result in backward(norm, own, has_bias=True)]
+        named = {name: getattr(own, name) for name in ("x", "w", "b", "dy", "mean", "rstd")}
+        self.ready = {name: torch.from_numpy(host(a)).cuda() for name, a in named.items() if a is not None}
+        self.tensors = Tensors(
+            **{name: None for name in named} | {n: torch.zeros_like(t) for n, t in self.ready.items()}
+        )
+        self.side, self.mine = torch.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
+        sleep(torch)  # the kernel is loaded by now
+        with self.mine:
+            spin(cupy, 0)
+            backward(norm, own, has_bias=True)  # compiled, and memory is in the pool
+            self.mine.synchronize()
+        torch.cuda.synchronize()
+        cupy.cuda.Device().synchronize()
+
+    def fill(self) -> None:
+        for name, tensor in self.ready.items():
+            getattr(self.tensors, name).copy_(tensor)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_call_waits_for_what_the_producer_writes(cupy: Any, torch: Any, norm: str) -> None:
+    late = Late(cupy, torch, norm)
+    with torch.cuda.stream(late.side), late.mine:
+        sleep(torch)
+        late.fill()
+        results = backward(norm, late.tensors, has_bias=True)
+        assert not late.side.query(), "the call waited on the host"
+        late.mine.synchronize()
+    torch.cuda.synchronize()
+    for result, expected in zip(results, late.expected, strict=True):
+        np.testing.assert_array_equal(result.cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["results", "out"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_producer_waits_for_results(cupy: Any, torch: Any, norm: str, given: bool) -> None:
+    """Read on torch's stream right after the call, while CuPy's stream is still held up before the work."""
+    late = Late(cupy, torch, norm)
+    late.fill()
+    out = tuple(torch.full_like(late.ready[name], torch.nan) for name in ("x", "w", "w")) if given else None
+    torch.cuda.synchronize()
+    with late.mine:
+        litter(cupy)  # new results would otherwise hold the right values from the call before
+        late.mine.synchronize()
+    with torch.cuda.stream(late.side), late.mine:
+        spin(cupy, DELAY)
+        results = backward(norm, late.tensors, has_bias=True, out=out)
+        consumed = [result.clone() for result in results]
+        assert not late.mine.done, "the call waited on the host"
+        late.side.synchronize()
+    for copy, expected in zip(consumed, late.expected, strict=True):
+        np.testing.assert_array_equal(copy.cpu().numpy(), expected)
+
+
+def test_without_order_the_old_values_are_read(cupy: Any, torch: Any) -> None:
+    """The control: the same memory by its bare address, on the same streams, with no exchange between them."""
+    late = Late(cupy, torch, "rmsnorm")
+    x = late.tensors.x
+    memory = cupy.cuda.UnownedMemory(x.data_ptr(), x.numel() * 4, x, x.device.index)
+    bare = cupy.ndarray(tuple(x.shape), np.float32, cupy.cuda.MemoryPointer(memory, 0))
+    with torch.cuda.stream(late.side), late.mine:
+        sleep(torch)
+        late.fill()
+        seen = bare.copy()
+        late.mine.synchronize()
+        assert not late.side.query()
+    torch.cuda.synchronize()
+    assert not seen.any()
+    assert bool(bare.any())
+
+
+def test_jax_results_are_waited_for(cupy: Any) -> None:
+    """JAX computes asynchronously: the call is made while its input is being computed, on another stream."""
+    jax = FRAMEWORKS["jax"]("cuda")
+    own = make_tensors(cupy, "layernorm", (200, 1000), "float32")
+    expected = backward("layernorm", own)
+    named = {name: getattr(own, name) for name in ("x", "w", "b", "dy", "mean", "rstd")}
+    theirs = Tensors(**{name: jax.array(host(array)) for name, array in named.items()})
+    large = jax.array(np.eye(8192, dtype=np.float32))
+
+    def slow(x: Any, matrix: Any) -> Any:
+        for _ in range(8):
+            matrix = matrix @ matrix  # the identity, after some 10^13 operations
+        return x * matrix[0, 0]
+
+    slow = jax.jax.jit(slow)
+    x = theirs.x
+    slow(x, large).block_until_ready()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        theirs.x = slow(x, large)
+        results = backward("layernorm", theirs)
+        stream.synchronize()
+    for result, wanted in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(result), host(wanted))
