@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,10 @@ from typing import Any
 import numpy as np
 
 from . import dlpack
+
+# Their arrays never change once made, whatever the DLPack flags say (JAX 0.10 sets none).
+IMMUTABLE_FRAMEWORKS = ("jax", "tensorflow")
+_DEFAULT_STREAMS = (0, 1)  # the legacy default stream cannot be captured
 
 Array = Any  # numpy.ndarray or cupy.ndarray: the two share the interface that is used here
 
@@ -36,6 +40,19 @@ class Frame:
             return nullcontext()
         return self.xp.cuda.Device(self.device)  # type: ignore[no-any-return]
 
+    def temporaries(self) -> AbstractContextManager[Any]:
+        """For what lives no longer than the call.
+
+        While the stream is captured into a graph, such memory must belong to the graph: CuPy's pool would hand it to
+        others before the graph runs.
+        """
+        if self.device is None:
+            return nullcontext()
+        stream = self.xp.cuda.get_current_stream()
+        if stream.ptr in _DEFAULT_STREAMS or not stream.is_capturing():
+            return nullcontext()
+        return self.xp.cuda.using_allocator(self.xp.cuda.malloc_async)  # type: ignore[no-any-return]
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         return self.xp.empty(shape, dtype)
 
@@ -52,11 +69,12 @@ class Frame:
         return self.from_dlpack(array)
 
 
-def receive(arguments: Mapping[str, Any]) -> tuple[Frame, dict[str, Any]]:
+def receive(arguments: Mapping[str, Any], written: Collection[str] = ()) -> tuple[Frame, dict[str, Any]]:
     """Sort out one call's array arguments, given by name, `x` first; None stands for an absent one.
 
-    Raises TypeError for anything that is not an array, for arrays of different frameworks and for arrays on
-    different devices.
+    `written` names those that the call writes into. Raises TypeError for anything that is not an array, for arrays of
+    different frameworks and for arrays on different devices; ValueError for a foreign array whose element type is
+    unknown here, or that is to be written into and immutable.
     """
     x = arguments["x"]
     given = {name: value for name, value in arguments.items() if value is not None}
@@ -73,10 +91,12 @@ def receive(arguments: Mapping[str, Any]) -> tuple[Frame, dict[str, Any]]:
             if value.device.id != x.device.id:
                 raise _mixed_devices(name, f"cuda:{value.device.id}", f"cuda:{x.device.id}")
         return Frame(cupy, x.device.id), dict(arguments)
-    return _receive_foreign(arguments, given)
+    return _receive_foreign(arguments, given, written)
 
 
-def _receive_foreign(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Frame, dict[str, Any]]:
+def _receive_foreign(
+    arguments: Mapping[str, Any], given: Mapping[str, Any], written: Collection[str]
+) -> tuple[Frame, dict[str, Any]]:
     for name, value in given.items():
         if isinstance(value, np.generic) or not hasattr(type(value), "__dlpack__"):
             raise _not_an_array(name, value)
@@ -94,11 +114,15 @@ def _receive_foreign(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> 
         if (own := _device(value, name)) != device:
             raise _mixed_devices(name, _device_name(own), _device_name(device))
         try:
-            array = dlpack.as_numpy(value) if device is None else dlpack.as_cupy(value, device)
+            array, read_only = dlpack.as_numpy(value) if device is None else dlpack.as_cupy(value, device)
         except ImportError:
             raise
+        except dlpack.UnsupportedType as error:
+            raise ValueError(f"{name}: {error}") from None
         except Exception as error:  # whatever the producer raises: BufferError, RuntimeError, its own types
             raise TypeError(f"{name}: {_type_name(value)} cannot be exported through DLPack: {error}") from error
+        if name in written and (read_only or framework in IMMUTABLE_FRAMEWORKS):
+            raise ValueError(f"{name}: {_type_name(value)} is read-only; a writable array is needed")
         imported[name] = array
         foreign_dtypes[array.dtype] = getattr(value, "dtype", None)
     xp = np if device is None else importlib.import_module("cupy")
@@ -125,7 +149,10 @@ def _importer(x: Any, framework: str) -> Callable[[Any], Any]:
 
 
 def _device(value: Any, name: str) -> int | None:
-    kind, ordinal = value.__dlpack_device__()
+    try:
+        kind, ordinal = value.__dlpack_device__()
+    except Exception as error:  # a torch tensor on the meta device, say
+        raise TypeError(f"{name}: {_type_name(value)} cannot be exported through DLPack: {error}") from error
     if kind in dlpack.CPU_DEVICES:
         return None
     if kind in dlpack.CUDA_DEVICES:

@@ -11,8 +11,9 @@ from .problem import (
     Norm,
     NormProblem,
     backward_problem,
-    check_outputs,
+    check_memory,
     forward_problem,
+    gradient_names,
     out_sequence,
     spec_of,
 )
@@ -60,11 +61,11 @@ def backward(
     accumulate: bool,
 ) -> tuple[Any, ...]:
     """Both backward passes."""
-    names = ("dx", "dw", "db") if has_bias else ("dx", "dw")
+    names = gradient_names(has_bias)
     labels = {name: f"out[{position}] ({name})" for position, name in enumerate(names)}
     given = dict(zip(names, out_sequence(out, names), strict=True))
     inputs = {"x": x, "w": w, "dy": dy, "mean": mean, "rstd": rstd, "dresidual_out": dresidual_out}
-    frame, arrays = receive(inputs | {labels[name]: array for name, array in given.items()})
+    frame, arrays = receive(inputs | {labels[name]: array for name, array in given.items()}, labels.values())
     outputs = {name: arrays.pop(labels[name]) for name in names}
     problem = backward_problem(
         norm,
@@ -75,7 +76,7 @@ def backward(
         output_mask=output_mask,
         accumulate=accumulate,
     )
-    check_outputs(arrays, outputs, labels)
+    check_memory(arrays, outputs, labels)
     wanted = {"dx": problem.want_dx, "dw": problem.want_dw, "db": problem.want_db}
     shapes = {"dx": (arrays["x"].shape, problem.x_dtype)}
     for name in ("dw", "db"):
@@ -85,8 +86,9 @@ def backward(
             name: _output(frame, problem, name, outputs.get(name), *shapes[name]) if wanted[name] else None
             for name in wanted
         }
-        operands = BackwardOperands(**_inputs(frame, problem, arrays, "x w dy mean rstd"), **work)
-        _backend(frame).backward(problem, operands)
+        with frame.temporaries():
+            operands = BackwardOperands(**_inputs(frame, problem, arrays, "x w dy mean rstd"), **work)
+            _backend(frame).backward(problem, operands)
         return _results(frame, problem, names, work, outputs, given)
 
 
@@ -106,7 +108,7 @@ def forward(
     labels = {name: f"out[{position}] ({name})" for position, name in enumerate(names)}
     given = dict(zip(names, out_sequence(out, names), strict=True))
     inputs = {"x": x, "w": w, "b": b, "residual": residual}
-    frame, arrays = receive(inputs | {labels[name]: array for name, array in given.items()})
+    frame, arrays = receive(inputs | {labels[name]: array for name, array in given.items()}, labels.values())
     outputs = {name: arrays.pop(labels[name]) for name in names}
     problem = forward_problem(
         norm,
@@ -115,7 +117,7 @@ def forward(
         eps=eps,
         weight_offset=weight_offset,
     )
-    check_outputs(arrays, outputs, labels)
+    check_memory(arrays, outputs, labels)
     x_shape = arrays["x"].shape
     shapes = {"y": (x_shape, problem.x_dtype)}
     for name in ("mean", "rstd"):
@@ -124,8 +126,9 @@ def forward(
         work: dict[str, Array | None] = {"mean": None}
         for name in names:
             work[name] = _output(frame, problem, name, outputs[name], *shapes[name])
-        operands = ForwardOperands(**_inputs(frame, problem, arrays, "x w b"), **work)
-        _backend(frame).forward(problem, operands)
+        with frame.temporaries():
+            operands = ForwardOperands(**_inputs(frame, problem, arrays, "x w b"), **work)
+            _backend(frame).forward(problem, operands)
         return _results(frame, problem, names, work, outputs, given)
 
 

@@ -71,6 +71,10 @@ _IEEE_FLOAT, _BFLOAT = 2, 4  # kDLFloat, kDLBfloat
 _CODES = {0: "i", 1: "u", _IEEE_FLOAT: "f", 5: "c"}  # kDLInt, kDLUInt, kDLFloat, kDLComplex
 
 
+class UnsupportedType(ValueError):
+    """An element type that the library does not take."""
+
+
 class Imported(NamedTuple):
     """One foreign array: where it lies, how it is laid out, and what keeps it alive."""
 
@@ -100,7 +104,10 @@ def _dtype_of(code: int, bits: int, lanes: int) -> np.dtype[Any]:
         return bfloat16()
     if lanes == 1 and code in _CODES and bits >= 8:
         return np.dtype(f"{_CODES[code]}{bits // 8}")
-    raise ValueError(f"DLPack type code {code} with {bits} bits and {lanes} lanes; a float type is needed")
+    raise UnsupportedType(
+        f"has DLPack type code {code} with {bits} bits and {lanes} lanes; "
+        "one of float16, bfloat16, float32, float64 is needed"
+    )
 
 
 def bfloat16() -> np.dtype[Any]:
@@ -163,11 +170,11 @@ def capsule_from(obj: Any, stream: int | None) -> object:
         return obj.__dlpack__(**kwargs)
 
 
-def as_numpy(obj: Any) -> np.ndarray[Any, Any]:
-    """A NumPy array over the memory of a host array of any framework."""
+def as_numpy(obj: Any) -> tuple[np.ndarray[Any, Any], bool]:
+    """A NumPy array over the memory of a host array of any framework, and whether the producer says read-only."""
     imported = read(capsule_from(obj, None))
     if imported.pointer == 0 or 0 in imported.shape:
-        return np.empty(imported.shape, imported.dtype)
+        return np.empty(imported.shape, imported.dtype), imported.read_only
     owner = imported.owner
     owner.__array_interface__ = {  # type: ignore[attr-defined]
         "version": 3,
@@ -177,11 +184,13 @@ def as_numpy(obj: Any) -> np.ndarray[Any, Any]:
         # An opaque type of the right size, viewed as the real one: the interface has no name for bfloat16.
         "typestr": f"|V{imported.dtype.itemsize}",
     }
-    return np.asarray(owner).view(imported.dtype)
+    return np.asarray(owner).view(imported.dtype), imported.read_only
 
 
-def as_cupy(obj: Any, device_id: int) -> Any:
+def as_cupy(obj: Any, device_id: int) -> tuple[Any, bool]:
     """A CuPy array over the memory of a CUDA array of any framework, ordered after the producer's work.
+
+    And whether the producer says read-only, which a CuPy array cannot express.
 
     CuPy's current stream on that device waits for the producer's stream, as the protocol lays down.
     """
@@ -193,8 +202,7 @@ def as_cupy(obj: Any, device_id: int) -> Any:
         imported = read(capsule_from(obj, pointer if pointer else 1))
         size = int(np.prod(imported.shape)) * imported.dtype.itemsize
         if imported.pointer == 0 or size == 0:
-            return cupy.empty(imported.shape, imported.dtype)
+            return cupy.empty(imported.shape, imported.dtype), imported.read_only
         memory = cupy.cuda.UnownedMemory(imported.pointer, size, imported.owner, device_id)
-        return cupy.ndarray(
-            imported.shape, imported.dtype, cupy.cuda.MemoryPointer(memory, 0), strides=imported.strides
-        )
+        start = cupy.cuda.MemoryPointer(memory, 0)
+        return cupy.ndarray(imported.shape, imported.dtype, start, strides=imported.strides), imported.read_only

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 Array = Any  # numpy.ndarray; also cupy.ndarray in the two reference functions
 
-# A block of 2**18 elements takes a dozen NumPy calls of 20 to 50 us. Smaller blocks fit a smaller cache but lose
-# more to the hand-over of the GIL between workers: 2**16 elements cost 1.6 times as much on 2 cores with 4096 rows
-# of 1024 columns (asv_bench/cpu_peers.py). Small problems still get 16 blocks to share out.
+# A block of 2**18 elements takes a dozen NumPy calls of 20 to 60 us. Smaller blocks fit a smaller cache, but lose
+# more to the calls themselves and to handing the GIL from worker to worker: on 2 cores, 4096 rows of 1024 columns
+# take 1.3 times as long with 2**16 (asv_bench/cpu_peers.py). Small problems still get 16 blocks to share out.
 LARGEST_BLOCK, SMALLEST_BLOCK = 2**18, 2**15
 MOST_CHUNKS = 64
 FOLD = 16  # rows added up in the arithmetic's dtype before float64 takes over
@@ -110,15 +110,17 @@ def backward(problem: NormProblem, operands: BackwardOperands) -> None:
                 if mean is not None:
                     x_block = np.subtract(x_block, mean[block], out=x_hat)
                 np.multiply(x_block, rstd[block], out=x_hat)
+                target = x_hat if dx is None else dx[block] if g_room is None else g_room[: len(dy_block)]
+                product = np.multiply(dy_block, x_hat, out=target)
                 if dw_partials is not None:
-                    fold.add_rows(dw_partials[chunk], dy_block, x_hat)
+                    fold.add_rows(dw_partials[chunk], product)
                 if dx is None:
                     continue
                 # dx = (g − (x̂·c1 + c2))·rstd: the correction is small, so adding it up first rounds less.
-                g = np.multiply(dy_block, w, out=dx[block] if g_room is None else g_room[: len(dy_block)])
-                correction = np.multiply(x_hat, _row_dots(g, x_hat) / dtype.type(columns), out=x_hat)
+                correction = np.multiply(x_hat, _row_dots(product, w) / dtype.type(columns), out=x_hat)
                 if mean is not None:
                     np.add(correction, _row_dots(dy_block, w) / dtype.type(columns), out=correction)
+                g = np.multiply(dy_block, w, out=target)
                 np.subtract(g, correction, out=g)
                 np.multiply(g, rstd[block], out=g)
                 if g_room is not None:
@@ -226,21 +228,18 @@ class _Fold:
     def bytes_per_block(block_rows: int, columns: int, itemsize: int) -> int:
         return (block_rows // FOLD + 1) * columns * (itemsize + 8)
 
-    def add_rows(self, total: Array, *factors: Array) -> None:
-        """Add Σ_rows of the product of the factors (one or two) to the float64 row `total`."""
-        rows, columns = factors[0].shape
-        whole = rows // FOLD
-        tail = whole * FOLD
-        if whole:
-            stacked = [factor[:tail].reshape(FOLD, whole, columns) for factor in factors]
-            np.einsum("kqn,kqn->qn" if len(factors) == 2 else "kqn->qn", *stacked, out=self.narrow[:whole])
-        if tail < rows:
-            rest = [factor[tail:] for factor in factors]
-            np.einsum("kn,kn->n" if len(factors) == 2 else "kn->n", *rest, out=self.narrow[whole])
-            whole += 1
+    def add_rows(self, total: Array, block: Array) -> None:
+        """Add the sum of the block's rows to the float64 row `total`."""
+        rows, columns = block.shape
+        folded, tail = divmod(rows, FOLD)
+        if folded:
+            np.add.reduce(block[: rows - tail].reshape(FOLD, folded, columns), axis=0, out=self.narrow[:folded])
+        if tail:
+            np.add.reduce(block[rows - tail :], axis=0, out=self.narrow[folded])
+            folded += 1
         # Converting first and adding afterwards: a reduction that converts would go through NumPy's small buffers.
-        wide = self.wide[:whole]
-        np.copyto(wide, self.narrow[:whole])
+        wide = self.wide[:folded]
+        np.copyto(wide, self.narrow[:folded])
         np.add(total, np.add.reduce(wide, axis=0), out=total)
 
 

@@ -3,7 +3,7 @@
 `backward_problem` and `forward_problem` take descriptions of the arrays, not the arrays: pure functions that need
 no GPU. What they return is frozen and says all that a backend may ask: sizes, dtypes, row strides, which
 outputs are wanted, which operands must be copied first because their rows do not lie at one stride. What only
-the memory itself can tell (read-only, overlapping) is checked by `check_outputs`.
+the memory itself can tell (read-only, overlapping) is checked by `check_memory`.
 
 Every error names the argument, what it got and what is needed.
 """
@@ -194,6 +194,13 @@ def forward_problem(
     )
 
 
+def gradient_names(has_bias: Any) -> tuple[str, ...]:
+    """What a backward call returns."""
+    if not isinstance(has_bias, (bool, np.bool_)):
+        raise TypeError(f"has_bias: got {has_bias!r}; True or False is needed")
+    return ("dx", "dw", "db") if has_bias else ("dx", "dw")
+
+
 def out_sequence(out: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
     """The entries of `out=`, one for each name; all None where out is None."""
     if out is None:
@@ -206,8 +213,18 @@ def out_sequence(out: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(out)
 
 
-def check_outputs(inputs: Mapping[str, Any], outputs: Mapping[str, Any], labels: Mapping[str, str]) -> None:
-    """Raise ValueError for an output that is read-only, or overlaps an input, another output or itself."""
+def check_memory(inputs: Mapping[str, Any], outputs: Mapping[str, Any], labels: Mapping[str, str]) -> None:
+    """Raise ValueError for memory that cannot be worked on.
+
+    That is an output that is read-only, or overlaps an input, another output or itself; and any array on a device
+    whose elements lie across their natural boundaries, where the hardware could not read them.
+    """
+    for name, array in {**inputs, **outputs}.items():
+        if array is not None and not isinstance(array, np.ndarray) and address_of(array) % array.itemsize:
+            raise ValueError(
+                f"{labels.get(name, name)}: starts at address {address_of(array):#x}; "
+                f"a multiple of its element size, {array.itemsize}, is needed"
+            )
     checked = {name: array for name, array in inputs.items() if array is not None and array.size}
     for name, array in outputs.items():
         if array is None or not array.size:
@@ -257,9 +274,7 @@ def _parameter(name: str, spec: ArraySpec | None, x: ArraySpec) -> ArraySpec | N
         return None
     _float_dtype(name, spec.dtype)
     if len(spec.shape) == 2 and len(x.shape) >= 2 and spec.shape == x.shape[-2:]:
-        raise NotImplementedError(
-            f"{name}: shape {spec.shape}, one row a head, is not supported yet"
-        )
+        raise NotImplementedError(f"{name}: shape {spec.shape}, one row a head, is not supported yet")
     if spec.shape != x.shape[-1:]:
         raise ValueError(f"{name}: has shape {spec.shape}; {x.shape[-1:]}, the last axis of x, is needed")
     return spec
@@ -289,11 +304,9 @@ def _output(
 
 def _output_mask(mask: Sequence[bool] | None, has_bias: bool) -> tuple[bool, bool, bool]:
     """Which of dx, dw, db are wanted."""
-    if not isinstance(has_bias, (bool, np.bool_)):
-        raise TypeError(f"has_bias: got {has_bias!r}; True or False is needed")
+    names = gradient_names(has_bias)
     if mask is None:
         return True, True, bool(has_bias)
-    names = ("dx", "dw", "db") if has_bias else ("dx", "dw")
     if not isinstance(mask, (tuple, list)) or not all(isinstance(entry, (bool, np.bool_)) for entry in mask):
         raise TypeError(f"output_mask: got {mask!r}; a tuple of bools for ({', '.join(names)}) is needed")
     if len(mask) != len(names):
@@ -363,25 +376,31 @@ def address_of(array: Any) -> int:
 
 
 def _overlap(a: Any, b: Any) -> bool:
-    """Whether two arrays share memory; certain for rows at a common stride, else by their bounds."""
+    """Whether two arrays share an element: exact, unless that takes too long to find out."""
     (a_low, a_high), (b_low, b_high) = _bounds(a), _bounds(b)
     if a_high <= b_low or b_high <= a_low:
         return False
-    a_stride, b_stride = _byte_row_stride(a), _byte_row_stride(b)
-    if a_stride is None or a_stride != b_stride:
+    try:
+        return bool(np.shares_memory(_outline(a), _outline(b), max_work=100_000))  # type: ignore[arg-type]  # NumPy's stubs know the extremes only
+    except RuntimeError:  # numpy's TooHardError, whose home differs between versions
         return True
-    # Rows of the same period, as in full[:, :512] and full[:, 512:]: compare where in the period they lie.
-    a_bytes, b_bytes = a.shape[-1] * a.itemsize, b.shape[-1] * b.itemsize
-    return bool((b_low - a_low) % a_stride < a_bytes or (a_low - b_low) % a_stride < b_bytes)
 
 
-def _byte_row_stride(array: Any) -> int | None:
-    if array.ndim < 2:
-        return None
-    copies: set[str] = set()
-    spec = ArraySpec(array.shape, array.strides, array.dtype)
-    stride = abs(_row_stride("", spec, copies)) * int(array.itemsize)
-    return None if copies or not stride else stride
+class _Outline:
+    """An array's place in memory, as NumPy's array interface describes it; the memory itself is never looked at."""
+
+    def __init__(self, array: Any) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address_of(array), True),
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.itemsize}",
+        }
+
+
+def _outline(array: Any) -> Any:
+    return np.asarray(_Outline(array))
 
 
 def _overlaps_itself(array: Any) -> bool:

@@ -57,7 +57,7 @@ struct BackwardArguments {
     int group_threads;      // threads that share a row
     int slab_columns;       // columns of a row that one block holds
     int stages;             // staged route: rows in flight
-    int slabs;              // split route: blocks that share a row
+    int slabs;              // blocks that share a row
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 
@@ -210,10 +210,10 @@ private:
     static constexpr int kRun = minimum(kVector, 16 / sizeof(Compute));
 
     __device__ void write_run(Compute* target, const Compute* entries, int group_threads) const {
-        Compute sums[kRun] = {};
+        double sums[kRun] = {};  // long sums of float32 would show in dw; these few additions cost nothing
         for (int first = 0; first < threads; first += group_threads) {
 #pragma unroll
-            for (int i = 0; i < kRun; ++i) sums[i] += entries[i * threads + first];
+            for (int i = 0; i < kRun; ++i) sums[i] += double(entries[i * threads + first]);
         }
         Packed<Compute, kRun> packed;
         packed.pack(sums);

@@ -1,7 +1,7 @@
 // Backward pass for rows that fit in shared memory, of one block or of the blocks of a cluster (compute capability 9.0).
 //
-// A row is split by columns over the CLUSTER blocks of a cluster, `slab_columns` each, 32 columns a thread (16 in
-// float64; twice that for the longest rows). Where CLUSTER is 1, a block may hold several groups of `group_threads` threads (several warps each), every
+// A row is split by columns over the `slabs` blocks of a cluster (one without CLUSTERED), `slab_columns` each, 32 columns a thread (16 in
+// float64). Without clusters, a block may hold several groups of `group_threads` threads (several warps each), every
 // group with rows of its own. A group keeps `stages` rows in flight: bulk copies bring x and dy into its ring in shared
 // memory, from where they are read twice, for the row's sums and for dx.
 //
@@ -23,7 +23,9 @@
 
 constexpr int kMaxThreads = (sizeof(Compute) == 8 ? 4096 : 8192) / kColumnsPerThread;
 constexpr int kMaxWarps = kMaxThreads / 32;
-constexpr int kMaxGroups = CLUSTER > 1 ? 1 : kMaxWarps;
+constexpr bool kClustered = CLUSTERED;
+constexpr int kMaxCluster = kClustered ? 16 : 1;
+constexpr int kMaxGroups = kClustered ? 1 : kMaxWarps;
 constexpr int kMaxStages = 8;
 constexpr int kSlots = 4;  // a row's sums stay readable until every warp has posted the row after next
 
@@ -37,9 +39,9 @@ struct RowWalk {
     int64 first, step;
     int count;
 
-    __device__ RowWalk(int64 rows, int group, int groups) {
-        first = int64(blockIdx.x / CLUSTER) * groups + group;
-        step = int64(gridDim.x / CLUSTER) * groups;
+    __device__ RowWalk(int64 rows, int cluster, int group, int groups) {
+        first = int64(blockIdx.x / cluster) * groups + group;
+        step = int64(gridDim.x / cluster) * groups;
         count = first < rows ? int((rows - first + step - 1) / step) : 0;
     }
     __device__ int64 row(int j) const { return first + j * step; }
@@ -110,15 +112,15 @@ struct RingPlace {
 struct SumExchange {
     Barrier* summed;
     Sums<Compute>* slots;
-    int warps, entries, rank;  // warps of this group in this block; entries of a slot
+    int warps, entries, cluster, rank;  // warps of this group in this block; entries of a slot
 
-    __device__ SumExchange(Barrier* summed, Sums<Compute>* sums, int group, int group_threads, int rank)
-        : summed(summed), warps(group_threads / 32), entries(group_threads / 32 * CLUSTER), rank(rank) {
+    __device__ SumExchange(Barrier* summed, Sums<Compute>* sums, int group, int group_threads, int cluster, int rank)
+        : summed(summed), warps(group_threads / 32), entries(warps * cluster), cluster(cluster), rank(rank) {
         slots = sums + group * kSlots * entries;
     }
 
     __device__ void init(int thread) const {
-        if (thread < kSlots) summed[thread].init(CLUSTER > 1 ? 1 : warps);
+        if (thread < kSlots) summed[thread].init(kClustered ? 1 : warps);
     }
 
     // Returns the warp's sums, for a group of a single warp.
@@ -128,9 +130,9 @@ struct SumExchange {
         __syncwarp();  // the warp's reads of earlier rows come before its arrival
         if (entries == 1) return sums;
         Sums<Compute>* entry = slots + slot * entries + rank * warps + warp;
-        if constexpr (CLUSTER > 1) {
+        if constexpr (kClustered) {
             if (thread == 0) summed[slot].arrive_expecting(entries * int(sizeof(Sums<Compute>)));
-            if (lane < CLUSTER) {
+            if (lane < cluster) {
                 store_remote(address_in_block(shared_address(entry), lane),
                              address_in_block(summed[slot].address(), lane), sums.first, sums.second);
             }
@@ -149,37 +151,30 @@ struct SumExchange {
         if (entries == 1) return posted;
         wait(j);
         const int slot = j % kSlots;
-        return sum_entries<kLayerNorm, kMaxWarps * CLUSTER>(slots + slot * entries, entries);
+        return sum_entries<kLayerNorm, kMaxWarps * kMaxCluster>(slots + slot * entries, entries);
     }
 };
 
-#if CLUSTER > 1
-#define CLUSTER_DIMENSIONS __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTER_DIMENSIONS
-#endif
-
 __device__ inline void barrier_over_row_sharers() {
-    if constexpr (CLUSTER > 1) cluster_barrier();
+    if constexpr (kClustered) cluster_barrier();
     else __syncthreads();
 }
 
-extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(kMaxThreads, 1)
-    backward_staged(const BackwardArguments a) {
+extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_staged(const BackwardArguments a) {
     extern __shared__ __align__(128) uint4 shared[];
     __shared__ Barriers barriers;
-    __shared__ Sums<Compute> sums[kSlots * kMaxWarps * CLUSTER];
+    __shared__ Sums<Compute> sums[kSlots * kMaxWarps * kMaxCluster];
 
     const int groups = blockDim.x / a.group_threads;
     const int group = threadIdx.x / a.group_threads, thread = threadIdx.x % a.group_threads;
-    const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+    const int cluster = kClustered ? a.slabs : 1, rank = kClustered ? cluster_rank() : 0;
     const int first_column = rank * a.slab_columns;
     const int columns = minimum(a.slab_columns, a.columns - first_column);
 
-    const RowWalk walk(a.rows, group, groups);
+    const RowWalk walk(a.rows, cluster, group, groups);
     const Ring ring(reinterpret_cast<char*>(shared) + ColumnSums::shared_bytes(blockDim.x), barriers.full[group], a, group,
                     first_column, columns);
-    const SumExchange exchange(barriers.summed[group], sums, group, a.group_threads, rank);
+    const SumExchange exchange(barriers.summed[group], sums, group, a.group_threads, cluster, rank);
     exchange.init(thread);
     if (thread < a.stages) ring.full[thread].init(1);
     fence_barrier_init();
@@ -245,6 +240,6 @@ extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(kMaxThreads, 1)
     // Also: no block leaves while another may still store into its shared memory.
     barrier_over_row_sharers();
     if (a.dw_partials || a.db_partials) {
-        column_sums.write_partials(a, blockIdx.x / CLUSTER, first_column, own, a.group_threads);
+        column_sums.write_partials(a, blockIdx.x / cluster, first_column, own, a.group_threads);
     }
 }

@@ -115,6 +115,17 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads) forward_direct(const F
     }
 }
 
+// A long sum, compensated: its error stays that of a short one (Kahan, 1965).
+struct LongSum {
+    Compute sum = Compute(0), lost = Compute(0);
+
+    __device__ void add(Compute term) {
+        const Compute corrected = term - lost, next = sum + corrected;
+        lost = (next - sum) - corrected;
+        sum = next;
+    }
+};
+
 // Calls use(column, values) for every vector of a row that this thread owns.
 template <class Use> __device__ void for_each_vector(const ForwardArguments& a, int64 row, Use use) {
     for (int column = threadIdx.x * kVector; column < a.columns; column += blockDim.x * kVector) {
@@ -130,23 +141,41 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads) forward_swept(const Fo
     __shared__ GroupSum<Compute, kMaxThreads / 32> group_sum;
     int buffer = 0;
     for (int64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
-        Sums<Compute> sums = {Compute(0), Compute(0)};
         Compute mean = Compute(0);
         if constexpr (kLayerNorm) {
+            LongSum total;
             for_each_vector(a, row, [&](int, Compute (&x)[kVector]) {
+                Compute vector_sum = Compute(0);
 #pragma unroll
-                for (int v = 0; v < kVector; ++v) sums.first += x[v];
+                for (int v = 0; v < kVector; ++v) vector_sum += x[v];
+                total.add(vector_sum);
             });
+            Sums<Compute> sums = {total.sum, Compute(0)};
             group_sum.all<false>(sums, blockDim.x, buffer);
             mean = sums.first / Compute(a.columns);
-            sums.first = Compute(0);
         }
+        // What the first mean lost to rounding is found in the sum of the centred values, and put right in both.
+        LongSum squares, rest;
         for_each_vector(a, row, [&](int, Compute (&x)[kVector]) {
+            Compute vector_squares = Compute(0), vector_rest = Compute(0);
 #pragma unroll
-            for (int v = 0; v < kVector; ++v) sums.first += (x[v] - mean) * (x[v] - mean);
+            for (int v = 0; v < kVector; ++v) {
+                const Compute centred = x[v] - mean;
+                vector_squares += centred * centred;
+                vector_rest += centred;
+            }
+            squares.add(vector_squares);
+            if constexpr (kLayerNorm) rest.add(vector_rest);
         });
-        group_sum.all<false>(sums, blockDim.x, buffer);
-        const Compute rstd = reciprocal_root(sums.first / Compute(a.columns), a.eps);
+        Sums<Compute> sums = {squares.sum, rest.sum};
+        group_sum.all<kLayerNorm>(sums, blockDim.x, buffer);
+        Compute variance = sums.first / Compute(a.columns);
+        if constexpr (kLayerNorm) {
+            const Compute correction = sums.second / Compute(a.columns);
+            mean += correction;
+            variance = max(variance - correction * correction, Compute(0));
+        }
+        const Compute rstd = reciprocal_root(variance, a.eps);
         for_each_vector(a, row, [&](int column, Compute (&x)[kVector]) {
             Compute w[1][kVector], b[1][kVector];
             load_columns(w, a.w, a.w_code, Compute(1), [&](int) { return column; });

@@ -1,7 +1,8 @@
 // The final reduction: dw and db from the partial rows that the backward kernels leave, in a fixed order.
 //
 // A block owns 32 columns, a lane each; its warps take the partial rows in turn (warp i: rows i, i + warps, …), then the
-// first warp adds their sums in order. blockIdx.y selects dw or db.
+// first warp adds their sums in order, all in float64, so that dw and db are rounded once here. blockIdx.y selects
+// dw or db.
 //
 // The blocks may be launched while the kernel that writes the partials still runs; they wait for its end.
 #include "element.cuh"
@@ -21,16 +22,16 @@ static_assert(sizeof(PartialsArguments) == ARGUMENT_BYTES, "the Python side pack
 constexpr int kMaxWarps = 32;
 
 extern "C" __global__ void __launch_bounds__(32 * kMaxWarps) reduce_partials(const PartialsArguments a) {
-    __shared__ Compute sums[kMaxWarps][32];
+    __shared__ double sums[kMaxWarps][32];
     const Compute* partials = blockIdx.y ? a.db_partials : a.dw_partials;
     if (!partials) return;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int column = blockIdx.x * 32 + lane;
     wait_for_previous_kernel();
-    Compute sum = Compute(0);
+    double sum = 0;
     if (column < a.columns) {
 #pragma unroll 8
-        for (int64 row = warp; row < a.rows; row += warps) sum += partials[row * a.columns + column];
+        for (int64 row = warp; row < a.rows; row += warps) sum += double(partials[row * a.columns + column]);
     }
     sums[warp][lane] = sum;
     __syncthreads();

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_record import Recorder
+from gpu_record import Recorder, environment
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if reason := gpu_missing():
         raise pytest.UsageError(f"--gpu-record: {reason}")
-    config.pluginmanager.register(Recorder(path), "gpu-recorder")
+    config.pluginmanager.register(Recorder(path, environment()), "gpu-recorder")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

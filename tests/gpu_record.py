@@ -68,8 +68,8 @@ def problems(record: dict[str, Any], digest: str, nodeids: list[str]) -> list[st
 class Recorder:
     """Pytest plugin: counts the GPU tests of a run and writes the record at its end."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, environment: dict[str, Any]) -> None:
+        self.path, self.environment = path, environment
         self.collected: set[str] = set()
         self.outcomes: dict[str, str] = {}
         self.skip_reasons: Counter[str] = Counter()
@@ -93,7 +93,7 @@ class Recorder:
         counts = Counter(self.outcomes.values())
         record = {
             "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            **environment(),
+            **self.environment,
             "sources_sha256": source_digest(ROOT),
             "collected": len(self.collected),
             **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},

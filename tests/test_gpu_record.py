@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
-from gpu_record import HOW_TO, NEEDS_TWO_DEVICES, RECORD, ROOT, function_name, problems, source_digest
+from gpu_record import HOW_TO, NEEDS_TWO_DEVICES, RECORD, ROOT, Recorder, function_name, problems, source_digest
 
 GOOD = {
     "sources_sha256": "d",
@@ -56,6 +57,30 @@ def test_a_complete_record_is_accepted() -> None:
 )
 def test_each_defect_of_a_record_is_named(change: dict[str, object], message: str) -> None:
     assert any(message in problem for problem in problems(GOOD | change, "d", NODEIDS))
+
+
+def test_the_recorder_counts_each_test_once(tmp_path) -> None:
+    recorder = Recorder(tmp_path / "record.json", {"device": "a device"})
+    recorder.collected = {"tests/test_a.py::test_one[1]", "tests/test_a.py::test_one[2]", "tests/test_a.py::test_two"}
+
+    def report(nodeid: str, when: str, outcome: str, longrepr: object = None) -> None:
+        flags = {flag: flag == outcome for flag in ("passed", "failed", "skipped")}
+        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, when=when, longrepr=longrepr, **flags))
+
+    for when, outcome in (("setup", "passed"), ("call", "passed"), ("teardown", "failed")):
+        report("tests/test_a.py::test_one[1]", when, outcome)
+    for when in ("setup", "call", "teardown"):
+        report("tests/test_a.py::test_one[2]", when, "passed")
+        report("tests/test_b.py::test_without_the_mark", when, "failed")
+    report("tests/test_a.py::test_two", "setup", "skipped", ("file", 1, f"Skipped: {NEEDS_TWO_DEVICES}"))
+    recorder.pytest_sessionfinish()
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["device"] == "a device"
+    assert record["sources_sha256"] == source_digest(ROOT)
+    assert [record[key] for key in ("collected", "passed", "failed", "skipped")] == [3, 1, 1, 1]
+    assert record["failures"] == ["tests/test_a.py::test_one[1]"]
+    assert record["skip_reasons"] == {NEEDS_TWO_DEVICES: 1}
+    assert record["functions"] == ["test_a.py::test_one", "test_a.py::test_two"]
 
 
 def test_function_names_leave_out_folder_and_parameters() -> None:

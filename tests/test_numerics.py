@@ -89,6 +89,18 @@ def test_backward(xp: Any, case: Case) -> None:
     run_backward(xp, case)
 
 
+def best_reference_forward(case: Case, tensors: Tensors, eps: float) -> Any:
+    """Where x is float64 the reference rounds as the library does, and CuPy's sums run in long chains: there NumPy's,
+    which are pairwise, are the better measure."""
+    arrays = tensors.x, tensors.w, tensors.b
+    if case.x != "float64" or isinstance(tensors.x, np.ndarray):
+        return reference_forward(case.norm, *arrays, eps)
+    import cupy
+
+    on_host = reference_forward(case.norm, *(None if array is None else array.get() for array in arrays), eps)
+    return tuple(None if result is None else cupy.asarray(result) for result in on_host)
+
+
 @pytest.mark.parametrize(("xp", "case"), on_both(grid), indirect=["xp"])
 def test_forward(xp: Any, case: Case) -> None:
     tensors = make_case(xp, case)
@@ -99,7 +111,7 @@ def test_forward(xp: Any, case: Case) -> None:
     got = forward(case.norm, tensors, out=out) if case.rows % 2 else forward(case.norm, tensors, eps=eps, out=out)
     if out is not None:
         assert all(result is given for result, given in zip(got, out, strict=True))
-    y_ref, mean_ref, rstd_ref = reference_forward(case.norm, tensors.x, tensors.w, tensors.b, eps)
+    y_ref, mean_ref, rstd_ref = best_reference_forward(case, tensors, eps)
     y_ref, rstd_ref = y_ref.reshape(case.rows, case.columns), rstd_ref.reshape(case.rows)
     y, rstd = got[0], got[-1]
     assert y.shape == tensors.x.shape

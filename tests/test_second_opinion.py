@@ -64,12 +64,12 @@ def test_forward_and_gradients(framework: Any, norm: str, dtype: str, shape: tup
     wanted = torch_results(torch, norm, torch.float64, *arrays)
     for name, result, reference in zip(("y", "dx", "dw", "db"), our_results(norm, *arrays), wanted, strict=True):
         assert result.dtype == arrays[0].dtype
-        if shape[-1] == 1 and name in ("dx", "dw") and norm == "layernorm":
-            assert float(reference.abs().max()) < 1e-12
-            assert not result.any()
+        if shape[-1] == 1 and name == "dw" and norm == "layernorm":
+            assert not result.any()  # x̂ is 0
         elif shape[-1] == 1 and name == "dx":
-            # g − x̂·c1 cancels to about eps/x²: what is left is rounding, of the size of g·rstd.
-            scale = (arrays[3] * arrays[1] / arrays[0]).double().abs()
+            # g − x̂·c1 − c2 cancels (to about eps/x² or to nothing): what is left is rounding, of the size of g·rstd.
+            rstd = DEFAULT_EPS[norm] ** -0.5 if norm == "layernorm" else 1 / arrays[0].double().abs()
+            scale = (arrays[3] * arrays[1]).double().abs() * rstd
             assert bool(((result.double() - reference).abs() <= scale * ROUNDINGS + 2.0**-7 * reference.abs()).all())
         else:
             assert distance(torch, result, reference) <= TOLERANCES[dtype], name
@@ -92,7 +92,8 @@ def test_the_fused_backward_operator(framework: Any, shape: tuple[int, int]) -> 
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_no_further_from_float64_than_torch(framework: Any, norm: str) -> None:
-    """float32, 4096 rows of 768: within a tenth of the distance of torch's own float32 results, or nearer."""
+    """float32, 4096 rows of 768: within a tenth of the distance of torch's own float32 results, or nearer. Torch may do
+    better on db, a plain sum there: for it, no further than the promise for such sums, 1.3e-7."""
     torch = framework.torch
     random = np.random.default_rng(9)
     inputs = [random.standard_normal(extent) for extent in ((4096, 768), (768,), (768,), (4096, 768))]
@@ -102,4 +103,5 @@ def test_no_further_from_float64_than_torch(framework: Any, norm: str) -> None:
     for name, ours, other, best in zip(
         ("y", "dx", "dw", "db"), our_results(norm, *arrays), theirs, reference, strict=True
     ):
-        assert distance(torch, ours, best) <= 1.1 * distance(torch, other, best), name
+        allowed = 1.1 * distance(torch, other, best)
+        assert distance(torch, ours, best) <= (max(allowed, 1.3e-7) if name == "db" else allowed), name

@@ -100,12 +100,14 @@ def test_without_order_the_old_values_are_read(cupy: Any, torch: Any) -> None:
     x = late.tensors.x
     memory = cupy.cuda.UnownedMemory(x.data_ptr(), x.numel() * 4, x, x.device.index)
     bare = cupy.ndarray(tuple(x.shape), np.float32, cupy.cuda.MemoryPointer(memory, 0))
-    with torch.cuda.stream(late.side), late.mine:
+    seen = cupy.ones_like(bare)
+    cupy.cuda.Device().synchronize()
+    with torch.cuda.stream(late.side):
         sleep(torch)
         late.fill()
-        seen = bare.copy()
-        late.mine.synchronize()
-        assert not late.side.query()
+    seen.data.copy_from_device_async(bare.data, bare.nbytes, late.mine)
+    late.mine.synchronize()
+    assert not late.side.query(), "torch's stream was done too early for this test to tell"
     torch.cuda.synchronize()
     assert not seen.any()
     assert bool(bare.any())

@@ -14,9 +14,11 @@ same size, hence the factor of 2.
 
 Sums. A sum of terms t, each with some roundings of its own, added in any order that first gathers short runs and then
 combines them (SIMD lanes, threads, a tree), has a root mean square error near 2.5·eps/√12·Σ|t|: a balanced tree over
-terms of one sign gives √2, runs of length L in front of it L/√(3·N) more. ROW_SUM = 3 is asked for in the l2 check,
-16·eps/2 (nine such deviations) in the elementwise one. Where one term outweighs the others ("outliers") every addition
-after it rounds at its size: √80 = 9 for a run of 64 and a tree of 16 levels, and twice the 16.
+terms of one sign gives √2, runs of length L in front of it L/√(3·N) more. Runs must be short, 64 terms or so: terms on
+a coarse grid (squares of bfloat16) round in a preferred direction, and such errors grow with L itself. ROW_SUM = 3 is
+asked for in the l2 check, 16·eps/2 (nine such deviations) in the elementwise one. Where one term outweighs the others
+("outliers") every addition after it rounds at its size: √80 = 9 for a run of 64 and a tree of 16 levels, and twice the
+16.
 
 Families whose elements repeat a few values ("constant", "zeros") repeat their errors, too, which then do not spread:
 their l2 bound is the norm of the elementwise one.

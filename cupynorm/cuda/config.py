@@ -181,14 +181,15 @@ def _staged(problem: NormProblem, vector: int, definitions: tuple[str, ...], dev
         groups = max(1, STAGED_THREADS // group) if cluster == 1 else 1
         threads = groups * group
         row_bytes = 2 * _divide_up(slab * ITEMSIZE[name] + (0 if vector > 1 else 32), 128) * 128
-        static_bytes = 2048 + 4 * STAGED_MAX_THREADS // WARP * cluster * 2 * compute_itemsize(name)
+        sum_slots = 4 * STAGED_MAX_THREADS // WARP * (16 if cluster > 1 else 1)
+        static_bytes = 1024 + sum_slots * 2 * compute_itemsize(name)
         for blocks in (2, 1) if cluster == 1 else (1,):
             stages = (free_bytes // blocks - static_bytes - outer_bytes * threads) // (row_bytes * groups)
             if stages >= STAGED_LEAST_STAGES:
                 stages = min(STAGED_STAGES, stages)
                 return BackwardConfig(
                     route="staged",
-                    definitions=(*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DCLUSTER={cluster}"),
+                    definitions=(*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DCLUSTERED={int(cluster > 1)}"),
                     threads=threads,
                     group_threads=group,
                     slab_columns=slab,
@@ -261,9 +262,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), direct)
         if device.has_clusters and x == dy:
             staged = (*definitions, f"-DCOLUMNS_PER_THREAD={columns_per_thread(x, 'staged')}")
-            for cluster in (1, 2, 4, 8, 16):
-                if cluster <= device.largest_cluster:
-                    yield Variant("backward_staged.cu", ("backward_staged",), (*staged, f"-DCLUSTER={cluster}"))
+            for clustered in (0, 1):
+                yield Variant("backward_staged.cu", ("backward_staged",), (*staged, f"-DCLUSTERED={clustered}"))
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
         yield Variant("forward.cu", ("forward_direct", "forward_swept"), _forward_definitions(norm, x, vector))
     for compute_name in ("float32", "float64"):

@@ -35,6 +35,9 @@ class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
     ]
 
 
+_attributes_lock = threading.Lock()
+
+
 class Launch:
     """One kernel with its grid, block, dynamic shared memory and attributes, ready to be launched with any arguments.
 
@@ -53,8 +56,9 @@ class Launch:
     ) -> None:
         self._kernel = kernel  # keeps the module loaded
         self._function = ctypes.c_void_p(kernel.kernel.ptr)
-        if shared_bytes:
-            kernel.max_dynamic_shared_size_bytes = shared_bytes
+        with _attributes_lock:  # launches of one kernel with different needs share its attribute
+            if shared_bytes > kernel.max_dynamic_shared_size_bytes:
+                kernel.max_dynamic_shared_size_bytes = shared_bytes
         if cluster > _PORTABLE_CLUSTER:
             cupy.cuda.driver.funcSetAttribute(kernel.kernel.ptr, _NON_PORTABLE_CLUSTER, 1)
         attributes = []
