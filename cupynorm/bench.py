@@ -345,13 +345,13 @@ def _host_triads(pool: ThreadPoolExecutor, x: Any, dy: Any, z: Any) -> Iterator[
 
 
 def _cuda_triad(cupy: Any, x: Any, dy: Any, z: Any) -> Callable[[], None]:
+    from .cuda.config import triad_definitions
     from .cuda.module import kernel
 
     # Best of 128 to 1024 threads, 1 to 8 vectors a thread and three cache hints on an H200, by tensor size: the
     # streaming hint gains 2% up to 16 MiB and loses 10% at 1 GiB; 1024 threads gain 0.4% at 1 GiB.
     small = x.nbytes <= 16 << 20
-    definitions = (f"-DELEMENT={x.dtype.name}",) + (("-DSTREAMING",) if small else ())
-    triad = kernel("triad.cu", "triad", definitions)
+    triad = kernel("triad.cu", "triad", triad_definitions(x.dtype.name, streaming=small))
     threads = 128 if x.nbytes < 128 << 20 else 1024
     per_vector = 16 // x.itemsize
     grid = -(-(x.size // per_vector + x.size % per_vector) // threads)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from .arrays import Array, Frame, receive
 from .problem import (
+    BackwardOperands,
+    ForwardOperands,
     Norm,
     NormProblem,
     backward_problem,
@@ -17,32 +18,6 @@ from .problem import (
     out_sequence,
     spec_of,
 )
-
-
-@dataclass
-class BackwardOperands:
-    """The arrays of a backward problem, on one device; x, dy and dx have rows at the problem's strides."""
-
-    x: Array
-    w: Array | None
-    dy: Array
-    mean: Array | None
-    rstd: Array
-    dx: Array | None
-    dw: Array | None
-    db: Array | None
-
-
-@dataclass
-class ForwardOperands:
-    """The arrays of a forward problem, on one device; x and y have rows at the problem's strides."""
-
-    x: Array
-    w: Array | None
-    b: Array | None
-    y: Array
-    mean: Array | None
-    rstd: Array
 
 
 def backward(

@@ -74,6 +74,32 @@ class NormProblem:
         return self.x_dtype if self.w_dtype is None else self.w_dtype
 
 
+@dataclass
+class BackwardOperands:
+    """The arrays of a backward problem, on one device; x, dy and dx have rows at the problem's strides."""
+
+    x: Any
+    w: Any
+    dy: Any
+    mean: Any
+    rstd: Any
+    dx: Any
+    dw: Any
+    db: Any
+
+
+@dataclass
+class ForwardOperands:
+    """The arrays of a forward problem, on one device; x and y have rows at the problem's strides."""
+
+    x: Any
+    w: Any
+    b: Any
+    y: Any
+    mean: Any
+    rstd: Any
+
+
 def statistics_dtype(x_dtype: np.dtype[Any]) -> np.dtype[Any]:
     """float64 where x is float64, else float32."""
     return np.dtype(np.float64 if x_dtype == np.float64 else np.float32)

@@ -97,6 +97,13 @@ struct Columns {
         : first(thread * kVector), step(threads * kVector), count(columns) {}
     __device__ int at(int vector) const { return first + vector * step; }
     __device__ bool holds(int vector) const { return at(vector) < count; }
+    // The same, but single columns are found anew where it is used: kept over the rows, the places of all of a thread's
+    // columns would fill its registers.
+    __device__ Columns found_anew() const {
+        Columns copy = *this;
+        if constexpr (kVector == 1) asm volatile("" : "+r"(copy.first));
+        return copy;
+    }
     // A column that can be read in any case: work on it is wasted, but needs no branch.
     __device__ int readable(int vector) const { return holds(vector) ? at(vector) : 0; }
 };

@@ -42,13 +42,15 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
         to.statistics.load(a, row);
     };
 
+    // Two rows of float64 dy beside float32 arithmetic would not fit in the registers.
+    constexpr bool kLoadAhead = sizeof(Dy) <= sizeof(Compute);
     int buffer = 0;
     const int64 step = int64(gridDim.x) * groups;
     Row current = {}, next = {};
     load(current, int64(blockIdx.x) * groups + group);
     for (int64 first_row = int64(blockIdx.x) * groups; first_row < a.rows; first_row += step) {
         const int64 row = first_row + group;
-        load(next, row + step);
+        if constexpr (kLoadAhead) load(next, row + step);
         Sums<Compute> sums = {Compute(0), Compute(0)};
         if (a.dx) {
 #pragma unroll
@@ -64,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
             }
             column_sums.row_done();
         }
-        current = next;
+        if constexpr (kLoadAhead) current = next;
+        else load(current, row + step);
     }
 
     if (a.dw_partials || a.db_partials) {

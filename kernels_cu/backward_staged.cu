@@ -1,7 +1,7 @@
 // Backward pass for rows that fit in shared memory, of one block or of the blocks of a cluster (compute capability 9.0).
 //
-// A row is split by columns over the `slabs` blocks of a cluster (one without CLUSTERED), `slab_columns` each, 32 columns a thread (16 in
-// float64). Without clusters, a block may hold several groups of `group_threads` threads (several warps each), every
+// A row is split by columns over the CLUSTER blocks of a cluster, `slab_columns` each, 32 columns a thread (half
+// that in float64, and with VECTOR = 0). Where CLUSTER is 1, a block may hold several groups of `group_threads` threads (several warps each), every
 // group with rows of its own. A group keeps `stages` rows in flight: bulk copies bring x and dy into its ring in shared
 // memory, from where they are read twice, for the row's sums and for dx.
 //
@@ -21,10 +21,10 @@
 #include "overlap.cuh"
 #include "pipeline.cuh"
 
-constexpr int kMaxThreads = (sizeof(Compute) == 8 ? 4096 : 8192) / kColumnsPerThread;
+constexpr int kMaxThreads = sizeof(Compute) == 8 ? 256 : 8192 / kColumnsPerThread;
 constexpr int kMaxWarps = kMaxThreads / 32;
-constexpr bool kClustered = CLUSTERED;
-constexpr int kMaxCluster = kClustered ? 16 : 1;
+constexpr int kCluster = CLUSTER;  // known when compiled: at N=65536 RMSNorm took 118 us so, 135 us as an argument
+constexpr bool kClustered = kCluster > 1;
 constexpr int kMaxGroups = kClustered ? 1 : kMaxWarps;
 constexpr int kMaxStages = 8;
 constexpr int kSlots = 4;  // a row's sums stay readable until every warp has posted the row after next
@@ -39,9 +39,9 @@ struct RowWalk {
     int64 first, step;
     int count;
 
-    __device__ RowWalk(int64 rows, int cluster, int group, int groups) {
-        first = int64(blockIdx.x / cluster) * groups + group;
-        step = int64(gridDim.x / cluster) * groups;
+    __device__ RowWalk(int64 rows, int group, int groups) {
+        first = int64(blockIdx.x / kCluster) * groups + group;
+        step = int64(gridDim.x / kCluster) * groups;
         count = first < rows ? int((rows - first + step - 1) / step) : 0;
     }
     __device__ int64 row(int j) const { return first + j * step; }
@@ -112,10 +112,10 @@ struct RingPlace {
 struct SumExchange {
     Barrier* summed;
     Sums<Compute>* slots;
-    int warps, entries, cluster, rank;  // warps of this group in this block; entries of a slot
+    int warps, entries, rank;  // warps of this group in this block; entries of a slot
 
-    __device__ SumExchange(Barrier* summed, Sums<Compute>* sums, int group, int group_threads, int cluster, int rank)
-        : summed(summed), warps(group_threads / 32), entries(warps * cluster), cluster(cluster), rank(rank) {
+    __device__ SumExchange(Barrier* summed, Sums<Compute>* sums, int group, int group_threads, int rank)
+        : summed(summed), warps(group_threads / 32), entries(warps * kCluster), rank(rank) {
         slots = sums + group * kSlots * entries;
     }
 
@@ -132,7 +132,7 @@ struct SumExchange {
         Sums<Compute>* entry = slots + slot * entries + rank * warps + warp;
         if constexpr (kClustered) {
             if (thread == 0) summed[slot].arrive_expecting(entries * int(sizeof(Sums<Compute>)));
-            if (lane < cluster) {
+            if (lane < kCluster) {
                 store_remote(address_in_block(shared_address(entry), lane),
                              address_in_block(summed[slot].address(), lane), sums.first, sums.second);
             }
@@ -151,7 +151,7 @@ struct SumExchange {
         if (entries == 1) return posted;
         wait(j);
         const int slot = j % kSlots;
-        return sum_entries<kLayerNorm, kMaxWarps * kMaxCluster>(slots + slot * entries, entries);
+        return sum_entries<kLayerNorm, kMaxWarps * kCluster>(slots + slot * entries, entries);
     }
 };
 
@@ -160,21 +160,22 @@ __device__ inline void barrier_over_row_sharers() {
     else __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_staged(const BackwardArguments a) {
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kMaxThreads, 1)
+    backward_staged(const BackwardArguments a) {
     extern __shared__ __align__(128) uint4 shared[];
     __shared__ Barriers barriers;
-    __shared__ Sums<Compute> sums[kSlots * kMaxWarps * kMaxCluster];
+    __shared__ Sums<Compute> sums[kSlots * kMaxWarps * kCluster];
 
     const int groups = blockDim.x / a.group_threads;
     const int group = threadIdx.x / a.group_threads, thread = threadIdx.x % a.group_threads;
-    const int cluster = kClustered ? a.slabs : 1, rank = kClustered ? cluster_rank() : 0;
+    const int rank = kClustered ? cluster_rank() : 0;
     const int first_column = rank * a.slab_columns;
     const int columns = minimum(a.slab_columns, a.columns - first_column);
 
-    const RowWalk walk(a.rows, cluster, group, groups);
+    const RowWalk walk(a.rows, group, groups);
     const Ring ring(reinterpret_cast<char*>(shared) + ColumnSums::shared_bytes(blockDim.x), barriers.full[group], a, group,
                     first_column, columns);
-    const SumExchange exchange(barriers.summed[group], sums, group, a.group_threads, cluster, rank);
+    const SumExchange exchange(barriers.summed[group], sums, group, a.group_threads, rank);
     exchange.init(thread);
     if (thread < a.stages) ring.full[thread].init(1);
     fence_barrier_init();
@@ -192,11 +193,12 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_staged(con
     const auto post_sums = [&](int j, RingPlace place, const RowStatistics& statistics) {
         ring.full[place.stage].wait(place.parity);
         Sums<Compute> partial = {Compute(0), Compute(0)};
+        const Columns at = own.found_anew();
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             Packed<X, kVector> x;
             Packed<Dy, kVector> dy;
-            ring.load(a, place.stage, walk.row(j), own.readable(k), x, dy);
+            ring.load(a, place.stage, walk.row(j), at.readable(k), x, dy);
             add_to_sums(partial, x, dy, w[k], statistics);
         }
         return exchange.post(partial, j, thread);
@@ -218,12 +220,13 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_staged(con
         const RowCoefficients coefficients(exchange.collect(j, posted), reciprocal_columns, current.rstd);
         const int64 row = walk.row(j);
         X* const dx = a.dx + row * a.dx_row_stride + first_column;
+        const Columns at = own.found_anew();
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             Packed<X, kVector> x;
             Packed<Dy, kVector> dy;
-            ring.load(a, place.stage, row, own.readable(k), x, dy);
-            finish_vector(column_sums, k, x, dy, w[k], current, coefficients, a.dx && own.holds(k), dx + own.at(k));
+            ring.load(a, place.stage, row, at.readable(k), x, dy);
+            finish_vector(column_sums, k, x, dy, w[k], current, coefficients, a.dx && at.holds(k), dx + at.at(k));
         }
         column_sums.row_done();
         if (thread == 0 && j >= 1 && j - 1 + a.stages < walk.count) {
@@ -240,6 +243,6 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_staged(con
     // Also: no block leaves while another may still store into its shared memory.
     barrier_over_row_sharers();
     if (a.dw_partials || a.db_partials) {
-        column_sums.write_partials(a, blockIdx.x / cluster, first_column, own, a.group_threads);
+        column_sums.write_partials(a, blockIdx.x / kCluster, first_column, own, a.group_threads);
     }
 }

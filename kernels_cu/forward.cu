@@ -19,7 +19,7 @@ using Compute = typename ComputeOf<X>::type;
 constexpr int kColumnsPerThread = sizeof(Compute) == 8 ? 8 : 16;
 constexpr int kVector = VECTOR ? 16 / int(sizeof(X)) : 1;
 constexpr int kVectors = kColumnsPerThread / kVector;
-constexpr int kMaxThreads = 512;
+constexpr int kMaxThreads = VECTOR ? 512 : 256;  // single columns take more registers a thread
 
 struct ForwardArguments {
     const X* x;

@@ -85,11 +85,11 @@ def test_the_check_sees_a_spill(tmp_path, monkeypatch):
     """A kernel with an indexed local array is reported, so a silent report cannot pass for a clean one."""
     (tmp_path / "local.cu").write_text(
         'extern "C" __global__ void local(int* p, int i) {\n'
-        "    volatile int a[64];\n"
-        "    for (int j = 0; j < 64; ++j) a[j] = p[j];\n"
+        "    volatile int a[1024];\n"
+        "    for (int j = 0; j < 1024; ++j) a[j] = p[j];\n"
         "    p[0] = a[i];\n"
         "}\n"
     )
     monkeypatch.setattr(module, "source_directory", lambda: tmp_path)
     (problem,) = compile_variant((9, 0), Variant("local.cu", ("local",), ()))
-    assert "256 bytes of stack" in problem
+    assert "4096 bytes of stack" in problem

@@ -59,8 +59,9 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned):
     for columns in COLUMNS:
         chosen = config.backward_config(backward(columns, x, dy), aligned, device)
         at = f"{columns} columns: {chosen}"
+        vector = "-DVECTOR=1" in chosen.definitions
         assert (chosen.slabs - 1) * chosen.slab_columns < columns <= chosen.slabs * chosen.slab_columns, at
-        assert chosen.slab_columns <= chosen.group_threads * config.columns_per_thread(x, chosen.route), at
+        assert chosen.slab_columns <= chosen.group_threads * config.columns_per_thread(x, chosen.route, vector), at
         assert chosen.threads % chosen.group_threads == 0, at
         assert chosen.threads % 32 == 0, at
         assert chosen.group_threads % 32 == 0 or 32 % chosen.group_threads == 0, at
@@ -69,13 +70,13 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned):
         if chosen.route == "staged":
             assert device.has_clusters, at
             assert config.STAGED_LEAST_STAGES <= chosen.stages <= config.STAGED_STAGES, at
-            assert chosen.threads <= config.STAGED_MAX_THREADS, at
+            assert chosen.threads <= config.staged_max_threads(x, vector), at
             assert chosen.groups == 1 or chosen.cluster == 1, at
         if chosen.route == "direct" and chosen.groups == 1:
             assert chosen.threads <= config.direct_max_threads(x, dy, 2 if "-DVECTOR=1" in chosen.definitions else 1), (
                 at
             )
-        if "-DVECTOR=1" in chosen.definitions:
+        if vector:
             width = config.vector_width(x, dy)
             assert aligned, at
             assert columns % width == 0, at
@@ -131,9 +132,9 @@ def test_forward_configs_hold_their_rows(device, x, aligned):
         problem = replace(backward(columns, x, x), direction="forward", dy_dtype=None, dy_row_stride=0)
         chosen = config.forward_config(problem, aligned)
         assert chosen.definitions in compiled
-        assert chosen.threads <= config.FORWARD_MAX_THREADS
+        assert chosen.threads <= config.forward_max_threads("-DVECTOR=1" in chosen.definitions)
         if chosen.kernel == "forward_direct":
-            assert columns <= chosen.group_threads * config.columns_per_thread(x, "direct")
+            assert columns <= chosen.group_threads * config.columns_per_thread(x, "direct", True)
 
 
 def test_mixed_types_take_vectors_of_the_smaller_one():

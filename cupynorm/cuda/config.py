@@ -16,14 +16,13 @@ import numpy as np
 from ..problem import FLOAT_NAMES, NormProblem
 
 WARP = 32
-STAGED_MAX_THREADS = 256  # kMaxThreads of backward_staged.cu
+CLUSTERS = (1, 2, 4, 8, 16)
 STAGED_THREADS = 128  # of a block whose groups leave the choice
 # Rows of a ring: the one at work, the one before (its place is filled again when the row at work is done), the next
 # (its sums are needed early), and at least one on its way. More than five gained nothing at any N.
 STAGED_LEAST_STAGES = 4
 STAGED_STAGES = 5
 SPLIT_THREADS = 256
-FORWARD_MAX_THREADS = 512
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 WORKSPACE_BYTES = 64 << 20
 REDUCTION_SHARED_BYTES = 10 << 10  # left free for a block of the final reduction, which is launched early
@@ -97,10 +96,15 @@ def compute_itemsize(x_name: str) -> int:
     return 8 if x_name == "float64" else 4
 
 
-def columns_per_thread(x_name: str, route: str) -> int:
-    """The staged route keeps no x and dy in registers, which leaves room for more columns."""
-    columns = 32 if route == "staged" else 16
+def columns_per_thread(x_name: str, route: str, vector: bool) -> int:
+    """The staged route keeps no x and dy in registers, which leaves room for more vectors (not for single columns)."""
+    columns = 32 if route == "staged" and vector else 16
     return columns // 2 if x_name == "float64" else columns
+
+
+def staged_max_threads(x_name: str, vector: bool) -> int:
+    """kMaxThreads of backward_staged.cu: what leaves a thread the registers that it needs."""
+    return 256 if x_name == "float64" else 8192 // columns_per_thread(x_name, "staged", vector)
 
 
 def vector_width(*names: str) -> int:
@@ -113,7 +117,7 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
     x, dy = problem.x_dtype.name, _name(problem.dy_dtype)
     vector = vector_width(x, dy) if aligned and problem.columns % vector_width(x, dy) == 0 else 1
     definitions = _backward_definitions(problem.norm, x, dy, problem.want_db, vector > 1)
-    per_thread = columns_per_thread(x, "direct")
+    per_thread = columns_per_thread(x, "direct", vector > 1)
     outer_bytes = _column_sums_bytes(problem, per_thread)
 
     if problem.columns <= WARP * per_thread:
@@ -125,7 +129,7 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
             return staged
     threads = _whole_warps(_divide_up(problem.columns, per_thread))
     fits = outer_bytes * threads + STATIC_SHARED_BYTES <= device.shared_bytes
-    if fits and threads <= direct_max_threads(x, dy, vector):
+    if fits and threads <= direct_max_threads(x, dy, vector > 1):
         return _direct(problem, definitions, threads, threads)
     slab = SPLIT_THREADS * per_thread
     return BackwardConfig(
@@ -139,13 +143,13 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
     )
 
 
-def direct_max_threads(x: str, dy: str, vector: int) -> int:
+def direct_max_threads(x: str, dy: str, vector: bool) -> int:
     """kMaxThreads of backward_direct.cu."""
-    return 512 if vector > 1 and ITEMSIZE[x] == ITEMSIZE[dy] == 2 else 256
+    return 512 if vector and ITEMSIZE[x] == ITEMSIZE[dy] == 2 else 256
 
 
 def _direct(problem: NormProblem, definitions: tuple[str, ...], threads: int, group: int) -> BackwardConfig:
-    per_thread = columns_per_thread(problem.x_dtype.name, "direct")
+    per_thread = columns_per_thread(problem.x_dtype.name, "direct", "-DVECTOR=1" in definitions)
     return BackwardConfig(
         route="direct",
         definitions=(*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}"),
@@ -170,26 +174,26 @@ def _staged(problem: NormProblem, vector: int, definitions: tuple[str, ...], dev
     256 took 113 and 116. The smallest cluster that fits beat larger ones at every N from 8192 to 131072.
     """
     name = problem.x_dtype.name
-    per_thread = columns_per_thread(name, "staged")
+    per_thread = columns_per_thread(name, "staged", vector > 1)
+    max_threads = staged_max_threads(name, vector > 1)
     outer_bytes = _column_sums_bytes(problem, per_thread)
     free_bytes = device.shared_bytes - (REDUCTION_SHARED_BYTES if device.overlaps_launches else 0)
-    for cluster in (1, 2, 4, 8, 16):
+    for cluster in CLUSTERS:
         slab = _divide_up(_divide_up(problem.columns, cluster), vector) * vector
         group = _whole_warps(_divide_up(slab, per_thread))
-        if cluster > device.largest_cluster or group > STAGED_MAX_THREADS or (cluster - 1) * slab >= problem.columns:
+        if cluster > device.largest_cluster or group > max_threads or (cluster - 1) * slab >= problem.columns:
             continue
         groups = max(1, STAGED_THREADS // group) if cluster == 1 else 1
         threads = groups * group
         row_bytes = 2 * _divide_up(slab * ITEMSIZE[name] + (0 if vector > 1 else 32), 128) * 128
-        sum_slots = 4 * STAGED_MAX_THREADS // WARP * (16 if cluster > 1 else 1)
-        static_bytes = 1024 + sum_slots * 2 * compute_itemsize(name)
+        static_bytes = 2560 + 4 * max_threads // WARP * cluster * 2 * compute_itemsize(name)
         for blocks in (2, 1) if cluster == 1 else (1,):
             stages = (free_bytes // blocks - static_bytes - outer_bytes * threads) // (row_bytes * groups)
             if stages >= STAGED_LEAST_STAGES:
                 stages = min(STAGED_STAGES, stages)
                 return BackwardConfig(
                     route="staged",
-                    definitions=(*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DCLUSTERED={int(cluster > 1)}"),
+                    definitions=(*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DCLUSTER={cluster}"),
                     threads=threads,
                     group_threads=group,
                     slab_columns=slab,
@@ -227,18 +231,28 @@ def forward_config(problem: NormProblem, aligned: bool) -> ForwardConfig:
     x = problem.x_dtype.name
     vector = vector_width(x) if aligned and problem.columns % vector_width(x) == 0 else 1
     definitions = _forward_definitions(problem.norm, x, vector > 1)
-    per_thread = columns_per_thread(x, "direct")
+    per_thread = columns_per_thread(x, "direct", vector > 1)
     if problem.columns <= WARP * per_thread:
         lanes = _power_of_two_at_least(_divide_up(problem.columns, per_thread if vector > 1 else 1), WARP)
         return ForwardConfig("forward_direct", definitions, SMALL_BLOCK, lanes)
     threads = _whole_warps(_divide_up(problem.columns, per_thread))
-    if threads <= FORWARD_MAX_THREADS:
+    max_threads = forward_max_threads(vector > 1)
+    if threads <= max_threads:
         return ForwardConfig("forward_direct", definitions, threads, threads)
-    return ForwardConfig("forward_swept", definitions, FORWARD_MAX_THREADS, FORWARD_MAX_THREADS)
+    return ForwardConfig("forward_swept", definitions, max_threads, max_threads)
+
+
+def forward_max_threads(vector: bool) -> int:
+    """kMaxThreads of forward.cu."""
+    return 512 if vector else 256
 
 
 def partials_definitions(compute_name: str) -> tuple[str, ...]:
     return (f"-DCOMPUTE_TYPE={compute_name}", _argument_bytes(PARTIALS_ARGUMENTS))
+
+
+def triad_definitions(x_name: str, streaming: bool) -> tuple[str, ...]:
+    return (f"-DELEMENT={x_name}", f"-DSTREAMING={int(streaming)}")
 
 
 @dataclass(frozen=True)
@@ -257,17 +271,20 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         ("rmsnorm", "layernorm"), FLOAT_NAMES, FLOAT_NAMES, (False, True), (False, True)
     ):
         definitions = _backward_definitions(norm, x, dy, want_db, vector)
-        direct = (*definitions, f"-DCOLUMNS_PER_THREAD={columns_per_thread(x, 'direct')}")
+        direct = (*definitions, f"-DCOLUMNS_PER_THREAD={columns_per_thread(x, 'direct', vector)}")
         yield Variant("backward_direct.cu", ("backward_direct",), direct)
         yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), direct)
         if device.has_clusters and x == dy:
-            staged = (*definitions, f"-DCOLUMNS_PER_THREAD={columns_per_thread(x, 'staged')}")
-            for clustered in (0, 1):
-                yield Variant("backward_staged.cu", ("backward_staged",), (*staged, f"-DCLUSTERED={clustered}"))
+            staged = (*definitions, f"-DCOLUMNS_PER_THREAD={columns_per_thread(x, 'staged', vector)}")
+            for cluster in CLUSTERS:
+                if cluster <= device.largest_cluster:
+                    yield Variant("backward_staged.cu", ("backward_staged",), (*staged, f"-DCLUSTER={cluster}"))
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
         yield Variant("forward.cu", ("forward_direct", "forward_swept"), _forward_definitions(norm, x, vector))
     for compute_name in ("float32", "float64"):
         yield Variant("partials.cu", ("reduce_partials",), partials_definitions(compute_name))
+    for x, streaming in product(FLOAT_NAMES, (False, True)):
+        yield Variant("triad.cu", ("triad",), triad_definitions(x, streaming))
 
 
 def _backward_definitions(norm: str, x: str, dy: str, want_db: bool, vector: bool) -> tuple[str, ...]:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cupy
 import numpy as np
 
-from ..problem import NormProblem, address_of
+from ..problem import BackwardOperands, ForwardOperands, NormProblem, address_of
 from . import config as choose
 from .driver import Launch
 from .module import kernel
-
-if TYPE_CHECKING:
-    from ..dispatch import BackwardOperands, ForwardOperands
 
 # cudaDevAttr… ComputeCapabilityMajor, ComputeCapabilityMinor, MultiProcessorCount, MaxSharedMemoryPerBlockOptin
 _DEVICE_ATTRIBUTES = (75, 76, 16, 97)
