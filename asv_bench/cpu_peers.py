@@ -1,10 +1,16 @@
 """LayerNorm backward on the CPU (dx, dw, db in float32) against PyTorch's operator, in one process.
 
-    python asv_bench/cpu_peers.py [--threads N] [--calls N]
+    python asv_bench/cpu_peers.py [--threads N] [--calls N] [--passes]
 
 The two take turns, with the same arrays and the same number of threads. Each turn begins with a call that is not
 timed: PyTorch's threads keep spinning for some milliseconds after a call, and a turn should pay for its own threads
 only. `add` is NumPy's z = x + dy into given memory, on one thread: the machine's pace on a pass as simple as can be.
+
+--passes shows what limits 4096x1024, which is small enough for the caches to matter: NumPy needs a call for every
+arithmetic operation, each of them a pass over the block, while PyTorch keeps a row in registers. One thread walks the
+blocks with only the calls that the formulas cannot do without, the cheapest found for each. Printed are their times,
+the sum, and the sum divided by the threads. That is a floor for this arithmetic in NumPy: it leaves out the sums in
+float64, the rescaling of tiny and huge rows, the waiting for the GIL, and all that happens between the calls.
 
 Exit status: 0 if every ratio of medians is within its bound, 1 if one is not, 2 if the comparison cannot be made.
 """
@@ -17,11 +23,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+Array = Any  # numpy.ndarray
 BOUNDS = {(4096, 1024): 1.2, (4096, 4096): 1.2, (1024, 16384): 1.2, (32768, 256): 3.0}
 TIMED_CALLS_A_TURN = 3
+PASSES_SHAPE = (4096, 1024)
 
 
 def main() -> int:
@@ -29,6 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--threads", type=positive, default=cores, help="threads for either (default: all cores)")
     parser.add_argument("--calls", type=positive, default=45, help="timed calls of each (default: 45)")
+    parser.add_argument("--passes", action="store_true", help="also time NumPy's passes one by one at 4096x1024")
     options = parser.parse_args()
     os.environ["CUPYNORM_NUM_THREADS"] = str(options.threads)
     try:
@@ -43,6 +53,7 @@ def main() -> int:
     print("| M x N | cupynorm ms | PyTorch ms | ratio | bound | | add ms |")
     print("|---|---|---|---|---|---|---|")
     missed = False
+    floor: tuple[dict[str, float], float] | None = None
     for (rows, columns), bound in BOUNDS.items():
         rng = np.random.default_rng(0)
         x, dy = (rng.standard_normal((rows, columns), dtype=np.float32) for _ in range(2))
@@ -62,6 +73,8 @@ def main() -> int:
             return np.add(x, dy, out=z)
 
         our_time, peer_time, add_time = medians([ours, peer, add], -(-options.calls // TIMED_CALLS_A_TURN))
+        if options.passes and (rows, columns) == PASSES_SHAPE:
+            floor = (pass_times(x, w, dy, mean, rstd), peer_time)
         ratio = our_time / peer_time
         missed |= ratio > bound
         print(
@@ -69,6 +82,8 @@ def main() -> int:
             f"| {'missed' if ratio > bound else 'ok'} | {add_time * 1e3:.2f} |",
             flush=True,
         )
+    if floor is not None:
+        print_floor(*floor, options.threads)
     return int(missed)
 
 
@@ -92,6 +107,58 @@ def medians(calls: list[Callable[[], object]], turns: int) -> list[float]:
                 if turn:  # the first turn warms up
                     record.append(end - start)
     return [statistics.median(record) for record in times]
+
+
+def pass_times(x: Array, w: Array, dy: Array, mean: Array, rstd: Array) -> dict[str, float]:
+    """Seconds that each pass over all of x and dy takes, in blocks of the library's size."""
+    from cupynorm.numpy_backend import LARGEST_BLOCK
+
+    rows, columns = x.shape
+    mean, rstd, dx = mean[:, None], rstd[:, None], np.empty_like(x)
+    block_rows = LARGEST_BLOCK // columns
+    room, row = np.empty((block_rows, columns), x.dtype), np.empty((block_rows, 1, columns), x.dtype)
+    # Sixteen rows and half of the columns at a time: BLAS would bring in threads of its own for more.
+    tiles, sums = (block_rows // 16, 16, 2, columns // 2), row[: block_rows // 16].reshape(-1, 2, 1, columns // 2)
+    c = np.ones((block_rows, 1), x.dtype)
+    steps: dict[str, Callable[[slice], object]] = {
+        "sum dy over rows": lambda b: np.matmul(c[:16, 0], dy[b].reshape(tiles).swapaxes(1, 2), out=sums[:, :, 0]),
+        "x - mean": lambda b: np.subtract(x[b], mean[b], out=room),
+        "dy * that (into dx)": lambda b: np.multiply(dy[b], room, out=dx[b]),
+        "sum it over rows, times rstd": lambda b: np.matmul(
+            rstd[b].reshape(-1, 1, 1, 16), dx[b].reshape(tiles).swapaxes(1, 2), out=sums
+        ),
+        "dot it with w (c1)": lambda b: np.matmul(dx[b, None], w[:, None]),
+        "dot dy with w (c2)": lambda b: np.matmul(dy[b, None], w[:, None]),
+        "(x - mean) * c1": lambda b: np.multiply(room, c, out=room),
+        "+ c2": lambda b: np.add(room, c, out=room),
+        "dy * w": lambda b: np.multiply(dy[b], w, out=dx[b]),
+        "dy * w - that": lambda b: np.subtract(dx[b], room, out=dx[b]),
+        "* rstd": lambda b: np.multiply(dx[b], rstd[b], out=dx[b]),
+    }
+    walks: dict[str, list[float]] = {name: [] for name in steps}
+    buffer_size = np.setbufsize(16)  # as the library does, and for its reason
+    for _ in range(20):
+        times = dict.fromkeys(steps, 0.0)
+        for start in range(0, rows, block_rows):
+            for name, step in steps.items():
+                before = time.perf_counter()
+                step(slice(start, start + block_rows))
+                times[name] += time.perf_counter() - before
+        for name, seconds in times.items():
+            walks[name].append(seconds)
+    np.setbufsize(buffer_size)
+    return {name: statistics.median(record) for name, record in walks.items()}
+
+
+def print_floor(times: dict[str, float], peer_time: float, threads: int) -> None:
+    rows, columns = PASSES_SHAPE
+    print(f"\n| pass over {rows}x{columns}, one thread | ms |\n|---|---|")
+    for name, seconds in times.items():
+        print(f"| {name} | {seconds * 1e3:.2f} |")
+    total = sum(times.values())
+    print(f"| sum | {total * 1e3:.2f} |")
+    floor = total / threads
+    print(f"\nfloor, threads {threads}: {floor * 1e3:.2f} ms, {floor / peer_time:.2f} times PyTorch's time")
 
 
 if __name__ == "__main__":

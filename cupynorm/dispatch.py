@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .arrays import Array, Frame, receive
@@ -42,10 +43,11 @@ def backward(
     inputs = {"x": x, "w": w, "dy": dy, "mean": mean, "rstd": rstd, "dresidual_out": dresidual_out}
     frame, arrays = receive(inputs | {labels[name]: array for name, array in given.items()}, labels.values())
     outputs = {name: arrays.pop(labels[name]) for name in names}
-    problem = backward_problem(
+    problem = _remembered(
+        backward_problem,
         norm,
-        {name: spec_of(array) for name, array in arrays.items()},
-        [spec_of(outputs.get(name)) for name in ("dx", "dw", "db")],
+        tuple([(name, spec_of(array)) for name, array in arrays.items()]),
+        tuple([spec_of(outputs.get(name)) for name in ("dx", "dw", "db")]),
         has_bias=has_bias,
         weight_offset=weight_offset,
         output_mask=output_mask,
@@ -85,10 +87,11 @@ def forward(
     inputs = {"x": x, "w": w, "b": b, "residual": residual}
     frame, arrays = receive(inputs | {labels[name]: array for name, array in given.items()}, labels.values())
     outputs = {name: arrays.pop(labels[name]) for name in names}
-    problem = forward_problem(
+    problem = _remembered(
+        forward_problem,
         norm,
-        {name: spec_of(array) for name, array in arrays.items()},
-        [spec_of(outputs[name]) for name in names],
+        tuple([(name, spec_of(array)) for name, array in arrays.items()]),
+        tuple([spec_of(outputs[name]) for name in names]),
         eps=eps,
         weight_offset=weight_offset,
     )
@@ -105,6 +108,27 @@ def forward(
             operands = ForwardOperands(**_inputs(frame, problem, arrays, "x w b"), **work)
             _backend(frame).forward(problem, operands)
         return _results(frame, problem, names, work, outputs, given)
+
+
+def _remembered(validate: Callable[..., NormProblem], *arguments: Any, **options: Any) -> NormProblem:
+    """The validated problem; the same call again finds it without validating again."""
+    if isinstance(mask := options.get("output_mask"), (tuple, list)):
+        options["output_mask"] = tuple(mask)
+        options["mask_types"] = tuple(map(type, mask))  # 1 equals True, but is none
+    try:
+        return _validated(validate, *arguments, **options)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+    options.pop("mask_types", None)
+    return validate(arguments[0], dict(arguments[1]), *arguments[2:], **options)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _validated(
+    validate: Callable[..., NormProblem], norm: Norm, arrays: Any, out: Any, *, mask_types: Any = None, **options: Any
+) -> NormProblem:
+    return validate(norm, dict(arrays), out, **options)
 
 
 def _backend(frame: Frame) -> Any:

@@ -40,8 +40,6 @@ MOST_CHUNKS = 64
 FOLD = 16  # rows added up in the arithmetic's dtype before float64 takes over
 # BLAS libraries split long dot products over threads of their own, which would compete with the workers.
 DOT_SEGMENT = 8192
-FOLD_COLUMNS = 512
-ORDINARY = 2.0**-40
 PARTIALS_LIMIT, TEMPORARIES_LIMIT = 30 * 2**20, 60 * 2**20  # bytes
 
 
@@ -93,11 +91,10 @@ def backward(problem: NormProblem, operands: BackwardOperands) -> None:
     tiling = _tiling(problem, partial_rows=problem.want_dw + problem.want_db)
     dw_partials = np.zeros((len(tiling.chunks), columns)) if problem.want_dw else None
     db_partials = np.zeros((len(tiling.chunks), columns)) if problem.want_db else None
-    needs_x = problem.want_dx or problem.want_dw
-    per_column = dtype.type(1 / columns)
+    needs_x_hat = problem.want_dx or problem.want_dw
 
     def work(claimed: Iterator[int]) -> None:
-        x_room = tiling.room(dtype) if needs_x else None
+        x_hat_room = tiling.room(dtype) if needs_x_hat else None
         dy_room = tiling.room(dtype) if problem.dy_dtype != dtype else None
         g_room = tiling.room(dtype) if problem.want_dx and problem.x_dtype != dtype else None
         fold = _Fold(tiling.block_rows, columns, dtype)
@@ -106,27 +103,23 @@ def backward(problem: NormProblem, operands: BackwardOperands) -> None:
                 dy_block = _in_dtype(dy[block], dy_room)
                 if db_partials is not None:
                     fold.add_rows(db_partials[chunk], dy_block)
-                if x_room is None:
+                if x_hat_room is None:
                     continue
-                centred = x_room[: len(dy_block)]
-                x_block = _in_dtype(x[block], centred)
+                x_hat = x_hat_room[: len(dy_block)]
+                x_block = _in_dtype(x[block], x_hat)
                 if mean is not None:
-                    x_block = np.subtract(x_block, mean[block], out=centred)
-                # x̂ = x_block·scale: a pass over the block less than x̂ itself.
-                unit, scale = _split(rstd[block])
-                if unit is not None:
-                    x_block = np.multiply(x_block, unit, out=centred)
-                target = centred if dx is None else dx[block] if g_room is None else g_room[: len(dy_block)]
-                product = np.multiply(dy_block, x_block, out=target)
+                    x_block = np.subtract(x_block, mean[block], out=x_hat)
+                np.multiply(x_block, rstd[block], out=x_hat)
+                target = x_hat if dx is None else dx[block] if g_room is None else g_room[: len(dy_block)]
+                product = np.multiply(dy_block, x_hat, out=target)
                 if dw_partials is not None:
-                    fold.add_rows(dw_partials[chunk], product, scale)
+                    fold.add_rows(dw_partials[chunk], product)
                 if dx is None:
                     continue
                 # dx = (g − (x̂·c1 + c2))·rstd: the correction is small, so adding it up first rounds less.
-                c1 = _row_dots(product, w) * per_column * scale
-                correction = np.multiply(x_block, c1 * scale, out=centred)
+                correction = np.multiply(x_hat, _row_dots(product, w) / dtype.type(columns), out=x_hat)
                 if mean is not None:
-                    np.add(correction, _row_dots(dy_block, w) * per_column, out=correction)
+                    np.add(correction, _row_dots(dy_block, w) / dtype.type(columns), out=correction)
                 g = np.multiply(dy_block, w, out=target)
                 np.subtract(g, correction, out=g)
                 np.multiply(g, rstd[block], out=g)
@@ -224,57 +217,30 @@ def _row_dots(a: Array, b: Array) -> Array:
     return sums
 
 
-def _split(rstd: Array) -> tuple[Array | None, Array]:
-    """(unit, scale) with rstd = unit·scale exactly; unit is None where it is 1 for every row.
-
-    Sums over x·scale would leave the range of float32 where x is tiny or huge. Rows of such a scale get a power
-    of two as their unit, and x·unit is of ordinary size. Every other row keeps its bits, since its unit is 1.
-    """
-    if ORDINARY <= rstd.min() and rstd.max() <= 1 / ORDINARY:
-        return None, rstd
-    ordinary = (rstd >= ORDINARY) & (rstd <= 1 / ORDINARY) | (rstd == 0) | ~np.isfinite(rstd)
-    exponent = np.frexp(np.where(ordinary, rstd.dtype.type(1), rstd))[1] - 1
-    unit = np.ldexp(rstd.dtype.type(1), exponent)
-    return unit, rstd / unit
-
-
 class _Fold:
     """Sums over the rows of a block, with the scratch memory that they need."""
 
     def __init__(self, block_rows: int, columns: int, dtype: np.dtype[Any]) -> None:
         self.narrow = np.empty((block_rows // FOLD + 1, columns), dtype)
         self.wide = np.empty(self.narrow.shape, np.float64)
-        self.ones = np.ones((block_rows, 1), dtype)
 
     @staticmethod
     def bytes_per_block(block_rows: int, columns: int, itemsize: int) -> int:
         return (block_rows // FOLD + 1) * columns * (itemsize + 8)
 
-    def add_rows(self, total: Array, block: Array, weights: Array | None = None) -> None:
-        """Add the sum of the block's rows, each times its weight, to the float64 row `total`."""
-        weights = self.ones[: len(block)] if weights is None else weights
-        folded, tail = divmod(len(block), FOLD)
-        edge = folded * FOLD
+    def add_rows(self, total: Array, block: Array) -> None:
+        """Add the sum of the block's rows to the float64 row `total`."""
+        rows, columns = block.shape
+        folded, tail = divmod(rows, FOLD)
         if folded:
-            self._add_up(weights[:edge], block[:edge], self.narrow[:folded])
+            np.add.reduce(block[: rows - tail].reshape(FOLD, folded, columns), axis=0, out=self.narrow[:folded])
         if tail:
-            self._add_up(weights[edge:], block[edge:], self.narrow[folded : folded + 1])
+            np.add.reduce(block[rows - tail :], axis=0, out=self.narrow[folded])
+            folded += 1
         # Converting first and adding afterwards: a reduction that converts would go through NumPy's small buffers.
-        wide = self.wide[: folded + bool(tail)]
-        np.copyto(wide, self.narrow[: len(wide)])
+        wide = self.wide[:folded]
+        np.copyto(wide, self.narrow[:folded])
         np.add(total, np.add.reduce(wide, axis=0), out=total)
-
-    @staticmethod
-    def _add_up(weights: Array, block: Array, sums: Array) -> None:
-        """Fill each row of `sums` with its share of the block's rows: products of a vector and a narrow matrix."""
-        groups, columns = sums.shape
-        weights = weights.reshape(groups, 1, 1, -1)
-        edge = columns - columns % FOLD_COLUMNS
-        for start, stop, width in ((0, edge, FOLD_COLUMNS), (edge, columns, columns - edge)):
-            if start < stop:
-                rows = block[:, start:stop].reshape(groups, -1, (stop - start) // width, width)
-                into = sums[:, start:stop].reshape(groups, -1, 1, width)
-                np.matmul(weights, rows.swapaxes(1, 2), out=into)
 
 
 # --- blocks, chunks, workers ------------------------------------------------------------------------------

@@ -63,6 +63,13 @@ class NormProblem:
     dresidual_out: bool = False
     residual: bool = False
 
+    def __post_init__(self) -> None:
+        # Plans are looked up by their problem on every call: worth hashing the fields once.
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in self.__dataclass_fields__)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined,no-any-return]
+
     @property
     def compute_dtype(self) -> np.dtype[Any]:
         """The dtype of the arithmetic, of mean and rstd, and of the partial sums."""
@@ -245,26 +252,28 @@ def check_memory(inputs: Mapping[str, Any], outputs: Mapping[str, Any], labels: 
     That is an output that is read-only, or overlaps an input, another output or itself; and any array on a device
     whose elements lie across their natural boundaries, where the hardware could not read them.
     """
-    for name, array in {**inputs, **outputs}.items():
+    for name, array in (*inputs.items(), *outputs.items()):
         if array is not None and not isinstance(array, np.ndarray) and address_of(array) % array.itemsize:
             raise ValueError(
                 f"{labels.get(name, name)}: starts at address {address_of(array):#x}; "
                 f"a multiple of its element size, {array.itemsize}, is needed"
             )
-    checked = {name: array for name, array in inputs.items() if array is not None and array.size}
-    for name, array in outputs.items():
-        if array is None or not array.size:
-            continue
-        label = labels[name]
+    given = [name for name, array in outputs.items() if array is not None and array.size]
+    if not given:
+        return
+    others = {name: (array, _bounds(array)) for name, array in inputs.items() if array is not None and array.size}
+    for name in given:
+        array, label = outputs[name], labels[name]
         if isinstance(array, np.ndarray) and not array.flags.writeable:
             raise ValueError(f"{label}: is read-only; a writable array is needed")
         if _overlaps_itself(array):
             raise ValueError(f"{label}: strides {array.strides} make its elements overlap each other")
-        for other_name, other in checked.items():
-            if _overlap(array, other):
+        low, high = _bounds(array)
+        for other_name, (other, (other_low, other_high)) in others.items():
+            if low < other_high and other_low < high and _overlap(array, other):
                 other_label = labels.get(other_name, other_name)
                 raise ValueError(f"{label}: overlaps {other_label} in memory; memory of its own is needed")
-        checked[name] = array
+        others[name] = array, (low, high)
 
 
 # --- pieces -----------------------------------------------------------------------------------------------
@@ -398,16 +407,18 @@ def _bounds(array: Any) -> tuple[int, int]:
 
 def address_of(array: Any) -> int:
     """The address of an array's first element, in host or device memory."""
-    return int(array.ctypes.data) if isinstance(array, np.ndarray) else int(array.data.ptr)
+    if isinstance(array, np.ndarray):
+        address: int = array.__array_interface__["data"][0]
+    else:
+        address = array.data.ptr
+    return address
 
 
 def _overlap(a: Any, b: Any) -> bool:
     """Whether two arrays share an element: exact, unless that takes too long to find out."""
-    (a_low, a_high), (b_low, b_high) = _bounds(a), _bounds(b)
-    if a_high <= b_low or b_high <= a_low:
-        return False
+    most: Any = 100_000  # steps of the search
     try:
-        return bool(np.shares_memory(_outline(a), _outline(b), max_work=100_000))  # type: ignore[arg-type]  # NumPy's stubs know the extremes only
+        return bool(np.shares_memory(_outline(a), _outline(b), max_work=most))
     except RuntimeError:  # numpy's TooHardError, whose home differs between versions
         return True
 

@@ -42,8 +42,8 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
         to.statistics.load(a, row);
     };
 
-    // Two rows of float64 dy beside float32 arithmetic would not fit in the registers.
-    constexpr bool kLoadAhead = sizeof(Dy) <= sizeof(Compute);
+    // Two rows do not fit in the registers with float64 dy beside float32 arithmetic, nor with single columns of two types.
+    constexpr bool kLoadAhead = sizeof(Dy) <= sizeof(Compute) && (kVector > 1 || sizeof(X) == sizeof(Dy));
     int buffer = 0;
     const int64 step = int64(gridDim.x) * groups;
     Row current = {}, next = {};

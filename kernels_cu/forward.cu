@@ -43,7 +43,7 @@ __device__ inline Compute reciprocal_root(Compute mean_square, double eps) {
     return Compute(1) / root;
 }
 
-extern "C" __global__ void __launch_bounds__(kMaxThreads) forward_direct(const ForwardArguments a) {
+extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(const ForwardArguments a) {
     __shared__ GroupSum<Compute, kMaxThreads / 32> group_sum;
     const int groups = blockDim.x / a.group_threads;
     const int group = threadIdx.x / a.group_threads, thread = threadIdx.x % a.group_threads;
@@ -54,22 +54,25 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads) forward_direct(const F
     load_columns(w, a.w, a.w_code, Compute(1), own_column);
     load_columns(b, a.b, a.b_code, Compute(0), own_column);
 
+    // The next row is on its way while one is at work. Columns that the thread does not hold stay 0.
+    const int64 step = int64(gridDim.x) * groups;
+    Vector next[kVectors] = {};
+    const auto load = [&](int64 row) {
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            if (row < a.rows && column_of(k) < a.columns) next[k].load_streaming(a.x + row * a.x_row_stride + column_of(k));
+        }
+    };
+    load(int64(blockIdx.x) * groups + group);
+
     int buffer = 0;
-    for (int64 first_row = int64(blockIdx.x) * groups; first_row < a.rows; first_row += int64(gridDim.x) * groups) {
+    for (int64 first_row = int64(blockIdx.x) * groups; first_row < a.rows; first_row += step) {
         const int64 row = first_row + group;
         const bool active = row < a.rows;
         Compute x[kVectors][kVector];
 #pragma unroll
-        for (int k = 0; k < kVectors; ++k) {
-            if (active && column_of(k) < a.columns) {
-                Vector packed;
-                packed.load_streaming(a.x + row * a.x_row_stride + column_of(k));
-                packed.unpack(x[k]);
-            } else {
-#pragma unroll
-                for (int v = 0; v < kVector; ++v) x[k][v] = Compute(0);
-            }
-        }
+        for (int k = 0; k < kVectors; ++k) next[k].unpack(x[k]);
+        load(row + step);
 
         Sums<Compute> sums = {Compute(0), Compute(0)};
         Compute mean = Compute(0);

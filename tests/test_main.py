@@ -15,7 +15,6 @@ import pytest
 import cupynorm
 from cupynorm import __main__ as command_line
 from cupynorm import accuracy, bench, report
-from cupynorm.cuda import module
 
 ONE = ["bench", "--op", "rmsnorm_backward", "--shape", "16x64", "--dtype", "float32", "--device", "numpy"]
 
@@ -291,18 +290,6 @@ def test_time_call_calls_as_often_as_asked() -> None:
     calls: list[int] = []
     assert bench.time_call(lambda: calls.append(1), np, repeats=7) > 0
     assert len(calls) == 8  # and one warm-up
-
-
-@pytest.mark.parametrize("capability", [75, 80, 90, 100, 120])
-def test_triad_compiles(capability: int) -> None:
-    nvrtc = pytest.importorskip("cupy", reason="NVRTC comes with CuPy").cuda.nvrtc
-    source = (module.source_directory() / "triad.cu").read_text(encoding="utf-8")
-    for dtype in bench.DTYPES:
-        for streaming in ((), ("-DSTREAMING",)):
-            options = module.compile_options((f"-arch=sm_{capability}", f"-DELEMENT={dtype}", *streaming))
-            program = nvrtc.createProgram(source, "triad.cu", (), ())
-            nvrtc.compileProgram(program, options)
-            nvrtc.destroyProgram(program)
 
 
 @pytest.mark.gpu

@@ -35,6 +35,8 @@ class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
     ]
 
 
+_OnePointer = ctypes.c_void_p * 1
+
 _attributes_lock = threading.Lock()
 
 
@@ -82,9 +84,8 @@ class Launch:
         _make_context_current()
         config = _LaunchConfig.from_buffer_copy(self._config)
         config.stream = cupy.cuda.get_current_stream().ptr
-        parameters = ctypes.c_char_p(arguments)
-        # The address of the struct's bytes: the value of the pointer, not the pointer itself.
-        pointers = (ctypes.c_void_p * 1)(ctypes.cast(parameters, ctypes.c_void_p).value)
+        struct = ctypes.create_string_buffer(arguments, len(arguments))
+        pointers = _OnePointer(ctypes.addressof(struct))
         _check(_library().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
     def blocks_at_once(self, multiprocessors: int) -> int:

@@ -31,7 +31,7 @@ def backward(problem: NormProblem, operands: BackwardOperands) -> None:
     config = plan.config
 
     columns, compute = problem.columns, problem.compute_dtype
-    partials = cupy.empty((2, plan.walkers, columns) if problem.want_db else (1, plan.walkers, columns), compute)
+    partials = cupy.empty((2 if problem.want_db else 1, plan.walkers, columns), compute)
     sums = cupy.empty(problem.rows * config.slabs * 2, compute) if config.route == "split" else None
     dw_partials = partials.data.ptr if problem.want_dw else 0
     db_partials = partials.data.ptr + plan.walkers * columns * compute.itemsize if problem.want_db else 0
@@ -51,7 +51,7 @@ def backward(problem: NormProblem, operands: BackwardOperands) -> None:
         problem.dy_row_stride,
         problem.out_row_stride,
         columns,
-        _code(problem.w_dtype),
+        plan.w_code,
         config.group_threads,
         config.slab_columns,
         config.stages,
@@ -69,7 +69,7 @@ def backward(problem: NormProblem, operands: BackwardOperands) -> None:
                 _address(operands.db),
                 plan.walkers,
                 columns,
-                _code(problem.parameter_dtype),
+                plan.parameter_code,
             )
         )
 
@@ -93,8 +93,8 @@ def forward(problem: NormProblem, operands: ForwardOperands) -> None:
         problem.out_row_stride,
         problem.eps,
         problem.columns,
-        _code(problem.w_dtype),
-        _code(problem.b_dtype),
+        plan.w_code,
+        plan.b_code,
         plan.config.group_threads,
     )
     plan.launch(arguments)
@@ -109,12 +109,16 @@ class BackwardPlan:
     kernels: tuple[Launch, ...]
     reduce: Launch
     walkers: int
+    w_code: int
+    parameter_code: int
 
 
 @dataclass(frozen=True)
 class ForwardPlan:
     config: choose.ForwardConfig
     launch: Launch
+    w_code: int
+    b_code: int
 
 
 @functools.lru_cache(maxsize=4096)
@@ -137,7 +141,7 @@ def _backward_plan(problem: NormProblem, aligned: bool, device_id: int) -> Backw
         (-(-problem.columns // choose.WARP), 2 if problem.want_db else 1),
         overlaps_previous=device.overlaps_launches,
     )
-    return BackwardPlan(config, kernels, reduce, walkers)
+    return BackwardPlan(config, kernels, reduce, walkers, _code(problem.w_dtype), _code(problem.parameter_dtype))
 
 
 def _launch(config: choose.BackwardConfig, name: str) -> Launch:
@@ -155,7 +159,8 @@ def _forward_plan(problem: NormProblem, aligned: bool, device_id: int) -> Forwar
     config = choose.forward_config(problem, aligned)
     main = Launch(kernel("forward.cu", config.kernel, config.definitions), config.threads)
     at_once = main.blocks_at_once(device_of(device_id).multiprocessors)
-    return ForwardPlan(config, main.with_grid(min(at_once, -(-problem.rows // config.groups))))
+    grid = min(at_once, -(-problem.rows // config.groups))
+    return ForwardPlan(config, main.with_grid(grid), _code(problem.w_dtype), _code(problem.b_dtype))
 
 
 @functools.cache
