@@ -135,8 +135,12 @@ def _is_cupy(value: Any) -> bool:
 
 
 def _framework(value: Any) -> str:
-    root = type(value).__module__.partition(".")[0]
-    return {"jaxlib": "jax"}.get(root, root)
+    """The package that an array's class comes from; for a class derived from a framework's own, that framework."""
+    for kind in type(value).__mro__:
+        if "__dlpack__" in vars(kind):
+            root = kind.__module__.partition(".")[0]
+            return {"jaxlib": "jax"}.get(root, root)
+    return type(value).__module__.partition(".")[0]
 
 
 def _importer(x: Any, framework: str) -> Callable[[Any], Any]:
@@ -162,6 +166,10 @@ def _device(value: Any, name: str) -> int | None:
 
 def _require_all(given: Mapping[str, Any], kind: type, needed: str) -> None:
     for name, value in given.items():
+        if isinstance(value, np.ma.MaskedArray):
+            raise TypeError(
+                f"{name}: got numpy.ma.MaskedArray, whose mask would be lost; a plain NumPy array is needed"
+            )
         if not isinstance(value, kind):
             if isinstance(value, np.generic) or not hasattr(type(value), "__dlpack__"):
                 raise _not_an_array(name, value)

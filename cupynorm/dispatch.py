@@ -59,14 +59,12 @@ def backward(
     for name in ("dw", "db"):
         shapes[name] = ((problem.columns,), problem.parameter_dtype)
     with frame.device_scope():
-        work = {
-            name: _output(frame, problem, name, outputs.get(name), *shapes[name]) if wanted[name] else None
-            for name in wanted
-        }
+        new = {name: frame.empty(*shapes[name]) for name in names if wanted[name] and outputs[name] is None}
         with frame.temporaries():
+            work = _targets(frame, problem, wanted, shapes, outputs, new)
             operands = BackwardOperands(**_inputs(frame, problem, arrays, "x w dy mean rstd"), **work)
             _backend(frame).backward(problem, operands)
-        return _results(frame, problem, names, work, outputs, given)
+            return _results(frame, names, work, outputs, given)
 
 
 def forward(
@@ -101,13 +99,13 @@ def forward(
     for name in ("mean", "rstd"):
         shapes[name] = (x_shape[:-1], problem.compute_dtype)
     with frame.device_scope():
-        work: dict[str, Array | None] = {"mean": None}
-        for name in names:
-            work[name] = _output(frame, problem, name, outputs[name], *shapes[name])
+        new = {name: frame.empty(*shapes[name]) for name in names if outputs[name] is None}
         with frame.temporaries():
+            wanted = {"y": True, "mean": norm == "layernorm", "rstd": True}
+            work = _targets(frame, problem, wanted, shapes, outputs, new)
             operands = ForwardOperands(**_inputs(frame, problem, arrays, "x w b"), **work)
             _backend(frame).forward(problem, operands)
-        return _results(frame, problem, names, work, outputs, given)
+            return _results(frame, names, work, outputs, given)
 
 
 def _remembered(validate: Callable[..., NormProblem], *arguments: Any, **options: Any) -> NormProblem:
@@ -145,16 +143,28 @@ def _inputs(frame: Frame, problem: NormProblem, arrays: dict[str, Array | None],
     return {name: frame.contiguous(arrays[name]) if name in problem.copies else arrays[name] for name in names.split()}
 
 
-def _output(
-    frame: Frame, problem: NormProblem, name: str, given: Array | None, shape: tuple[int, ...], dtype: Any
-) -> Array:
-    """The caller's array where the backend can write into it as it lies, else a new one."""
-    return frame.empty(shape, dtype) if given is None or name in problem.copies else given
+def _targets(
+    frame: Frame,
+    problem: NormProblem,
+    wanted: dict[str, bool],
+    shapes: dict[str, Any],
+    outputs: dict[str, Array | None],
+    new: dict[str, Array],
+) -> dict[str, Array | None]:
+    """What the backend writes into: a new array, the caller's, or a stand-in where it cannot work in the caller's."""
+    targets: dict[str, Array | None] = {}
+    for name, is_wanted in wanted.items():
+        if not is_wanted:
+            targets[name] = None
+        elif name in new:
+            targets[name] = new[name]
+        else:
+            targets[name] = frame.empty(*shapes[name]) if name in problem.copies else outputs[name]
+    return targets
 
 
 def _results(
     frame: Frame,
-    problem: NormProblem,
     names: tuple[str, ...],
     work: dict[str, Array | None],
     outputs: dict[str, Array | None],

@@ -127,6 +127,8 @@ def read(capsule: object) -> Imported:
     address = _get_pointer(capsule, name)
     if versioned:
         struct: _Managed | _ManagedVersioned = _ManagedVersioned.from_address(address)
+        if struct.major != 1:  # a later layout may differ; the capsule stays its producer's to release
+            raise BufferError(f"DLPack version {struct.major}.{struct.minor}; version 1 is needed")
     else:
         struct = _Managed.from_address(address)
     tensor = struct.tensor

@@ -22,7 +22,7 @@ def layernorm_backward(
     out: Sequence[Any] | None = None,
     accumulate: bool = False,
 ) -> tuple[Any, ...]:
-    """Gradients of LayerNorm, all in one pass over x and dy.
+    """Gradients of LayerNorm, together.
 
     With x̂ = (x − mean)·rstd and g = dy·w, for each row of N columns (Ba, Kiros and Hinton, arXiv:1607.06450,
     differentiated)::
@@ -45,7 +45,7 @@ def layernorm_backward(
     weight_offset, dresidual_out, accumulate
         Reserved: other values than the defaults raise NotImplementedError.
     output_mask : bools for (dx, dw, db), or (dx, dw) without a bias, optional
-        False returns None in that place and leaves out the work.
+        False returns None in that place; that gradient is neither written nor summed up.
     out : tuple (dx, dw, db), or (dx, dw) without a bias, optional
         Arrays to write into; any entry may be None. They must not overlap the inputs or each other. Their
         contents are undefined if the call raises after its checks (out of memory).
@@ -66,7 +66,8 @@ def layernorm_backward(
         A reserved option is used.
 
     Rows that lie at one stride (x[..., :n] of a larger array) are read in place; other layouts are copied.
-    The same inputs on the same GPU model give the same bits, and a row's dx does not depend on the other rows.
+    The same inputs on the same GPU model give the same bits, and a row's dx does not depend on the rows beside it,
+    where they lie in the same layout.
     """
     return dispatch.backward(
         "layernorm", x, w, dy, mean, rstd,

@@ -277,7 +277,7 @@ def _tiling(problem: NormProblem, partial_rows: int = 0) -> _Tiling:
     block_rows = max(1, min(rows, elements // columns))
     blocks = -(-rows // block_rows)
     partial_bytes = partial_rows * columns * 8
-    most = min(MOST_CHUNKS, PARTIALS_LIMIT // partial_bytes) if partial_rows else MOST_CHUNKS
+    most = max(1, min(MOST_CHUNKS, PARTIALS_LIMIT // partial_bytes)) if partial_rows else MOST_CHUNKS
     chunks = min(blocks, most)
     edges = [min(rows, blocks * chunk // chunks * block_rows) for chunk in range(chunks + 1)] if chunks else [0]
     return _Tiling(

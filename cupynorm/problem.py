@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 Norm = Literal["rmsnorm", "layernorm"]
+MOST_COLUMNS = 1 << 30  # a column's number, and twice as much, fits in 32 bits; the number of rows has no limit
 FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -298,6 +299,8 @@ def _rows_and_columns(x: ArraySpec) -> tuple[int, int]:
     columns = x.shape[-1]
     if columns < 1:
         raise ValueError(f"x: has shape {x.shape}; a last axis of at least 1 element is needed")
+    if columns > MOST_COLUMNS:
+        raise ValueError(f"x: has shape {x.shape}; a last axis of at most {MOST_COLUMNS} elements is needed")
     rows = 1
     for extent in x.shape[:-1]:
         rows *= extent
@@ -346,7 +349,7 @@ def _output_mask(mask: Sequence[bool] | None, has_bias: bool) -> tuple[bool, boo
         raise TypeError(f"output_mask: got {mask!r}; a tuple of bools for ({', '.join(names)}) is needed")
     if len(mask) != len(names):
         raise ValueError(f"output_mask: has {len(mask)} entries; one for each of ({', '.join(names)}) is needed")
-    return bool(mask[0]), bool(mask[1]), has_bias and bool(mask[2])
+    return bool(mask[0]), bool(mask[1]), bool(has_bias and mask[2])
 
 
 def _number(name: str, value: Any) -> float:

@@ -21,7 +21,7 @@ def rmsnorm_backward(
     out: Sequence[Any] | None = None,
     accumulate: bool = False,
 ) -> tuple[Any, ...]:
-    """Gradients of RMSNorm, all in one pass over x and dy.
+    """Gradients of RMSNorm, together.
 
     With x̂ = x·rstd and g = dy·w, for each row of N columns (Zhang and Sennrich, arXiv:1910.07467, appendix A)::
 
@@ -42,7 +42,7 @@ def rmsnorm_backward(
     weight_offset, dresidual_out, accumulate
         Reserved: other values than the defaults raise NotImplementedError.
     output_mask : bools for (dx, dw) or (dx, dw, db), optional
-        False returns None in that place and leaves out the work.
+        False returns None in that place; that gradient is neither written nor summed up.
     out : tuple (dx, dw) or (dx, dw, db), optional
         Arrays to write into; any entry may be None. They must not overlap the inputs or each other. Their
         contents are undefined if the call raises after its checks (out of memory).
@@ -63,7 +63,8 @@ def rmsnorm_backward(
         A reserved option is used.
 
     Rows that lie at one stride (x[..., :n] of a larger array) are read in place; other layouts are copied.
-    The same inputs on the same GPU model give the same bits, and a row's dx does not depend on the other rows.
+    The same inputs on the same GPU model give the same bits, and a row's dx does not depend on the rows beside it,
+    where they lie in the same layout.
     """
     return dispatch.backward(
         "rmsnorm", x, w, dy, None, rstd,

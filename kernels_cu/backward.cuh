@@ -9,6 +9,8 @@
 //   X_TYPE      element type of x and dx          DY_TYPE  element type of dy
 //   WANT_DB     1: db is summed as well           VECTOR   1: 16-byte accesses, 0: single elements
 //   COLUMNS_PER_THREAD
+//   WEIGHT_OFFSET  1: w + offset in place of w    PER_HEAD  1: one w for each head
+//   ADD_RESIDUAL   1: dresidual_out is added to dx
 // Decided at run time, because it costs nothing: the type of w, and whether dx and dw are wanted (null pointers).
 #pragma once
 
@@ -18,11 +20,8 @@
 constexpr bool kLayerNorm = LAYER_NORM;
 constexpr bool kWantDb = WANT_DB;
 
-// The neutral values are the only ones so far; a kernel that honours the others replaces the assertion.
-#ifndef ADD_RESIDUAL_GRADIENT
-#define ADD_RESIDUAL_GRADIENT 0
-#endif
-static_assert(!ADD_RESIDUAL_GRADIENT, "dx + dresidual_out in the same pass is not implemented");
+// Reserved, and 0 so far; a kernel that honours one takes it out of the assertion.
+static_assert(!WEIGHT_OFFSET && !PER_HEAD && !ADD_RESIDUAL, "reserved switches");
 
 using X = X_TYPE;
 using Dy = DY_TYPE;

@@ -179,6 +179,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
     exchange.init(thread);
     if (thread < a.stages) ring.full[thread].init(1);
     fence_barrier_init();
+    __syncwarp();
     barrier_over_row_sharers();
     if (thread == 0) {
         for (int j = 0; j < minimum(a.stages, walk.count); ++j) ring.fill(a, j, walk.row(j));

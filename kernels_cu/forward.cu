@@ -6,9 +6,12 @@
 // registers of a group of threads, one for longer rows, which a block reads again for every sweep (from the L2 cache
 // where it can). Orders of sums: over a thread's columns, over lanes and warps by butterflies.
 //
-// Compile-time switches: LAYER_NORM, X_TYPE, VECTOR as in backward.cuh.
+// Compile-time switches: LAYER_NORM, X_TYPE, VECTOR as in backward.cuh; reserved, and 0 so far: WEIGHT_OFFSET (w + offset
+// in place of w), PER_HEAD (one w for each head), ADD_RESIDUAL (x + residual in place of x).
 #include "element.cuh"
 #include "reduce.cuh"
+
+static_assert(!WEIGHT_OFFSET && !PER_HEAD && !ADD_RESIDUAL, "reserved switches");
 
 constexpr bool kLayerNorm = LAYER_NORM;
 using X = X_TYPE;
@@ -38,8 +41,9 @@ static_assert(sizeof(ForwardArguments) == ARGUMENT_BYTES, "the Python side packs
 using Vector = Packed<X, kVector>;
 
 __device__ inline Compute reciprocal_root(Compute mean_square, double eps) {
-    const Compute root = sizeof(Compute) == 8 ? Compute(sqrt(double(mean_square) + eps))
-                                              : Compute(sqrtf(float(mean_square) + float(eps)));
+    const bool in_double = sizeof(Compute) == 8 || (eps > 0 && eps < 1e-37);  // too small for a float32
+    const Compute root = in_double ? Compute(sqrt(double(mean_square) + eps))
+                                   : Compute(sqrtf(float(mean_square) + float(eps)));
     return Compute(1) / root;
 }
 
@@ -124,7 +128,7 @@ struct LongSum {
 
     __device__ void add(Compute term) {
         const Compute corrected = term - lost, next = sum + corrected;
-        lost = (next - sum) - corrected;
+        lost = next - next == Compute(0) ? (next - sum) - corrected : Compute(0);  // nothing to make good for an Inf
         sum = next;
     }
 };
@@ -176,7 +180,8 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads) forward_swept(const Fo
         if constexpr (kLayerNorm) {
             const Compute correction = sums.second / Compute(a.columns);
             mean += correction;
-            variance = max(variance - correction * correction, Compute(0));
+            variance -= correction * correction;
+            if (variance < Compute(0)) variance = Compute(0);  // a NaN stays
         }
         const Compute rstd = reciprocal_root(variance, a.eps);
         for_each_vector(a, row, [&](int column, Compute (&x)[kVector]) {

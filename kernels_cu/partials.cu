@@ -9,6 +9,7 @@
 #include "overlap.cuh"
 
 using Compute = COMPUTE_TYPE;
+static_assert(!ACCUMULATE, "reserved, and 0 so far: 1 adds to what dw and db hold");
 
 struct PartialsArguments {
     const Compute *dw_partials, *db_partials;  // rows × columns; null where not wanted

@@ -213,3 +213,10 @@ def test_host_and_cuda_arrays_do_not_mix(monkeypatch: Any, name: str) -> None:
             message = (label, f"{other.__name__}.ndarray", f"{xp.__name__}.ndarray", "one framework")
             assert_refused(xp, "backward", "rmsnorm", call, TypeError, message)
         assert backend_of(xp)
+
+
+def test_masked_arrays_are_refused() -> None:
+    """Their mask would be lost without a word."""
+    plain = np.ones((2, 8), np.float32)
+    with pytest.raises(TypeError, match=r"^x: got numpy.ma.MaskedArray"):
+        cupynorm.rmsnorm_forward(np.ma.masked_less(plain, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +116,40 @@ def test_stream_capture(cupy: Any, norm: str, columns: int) -> None:
             assert_same_bits(out, expected[round_])
         assert_same_bits(forward_out, expected_forward)
         assert all(bool((neighbour == 0x5A).all()) for neighbour in neighbours), "the graph wrote into others' memory"
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_stream_capture_with_results_that_need_a_copy(cupy: Any, norm: str) -> None:
+    """dx, dw and db with gaps: the stand-ins that the kernels write into belong to the graph."""
+    tensors = make_tensors(cupy, norm, (300, 1000), "bfloat16")
+    expected = backward(norm, tensors, has_bias=True)
+    dx, dw, db = (poisoned(cupy, (*like.shape[:-1], 2 * like.shape[-1]), like.dtype) for like in expected)
+    out = dx[:, ::2], dw[::2], db[::-2]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        backward(norm, tensors, has_bias=True, out=out)
+        stream.synchronize()
+        stream.begin_capture()
+        backward(norm, tensors, has_bias=True, out=out)
+        graph = stream.end_capture()
+        neighbours = [cupy.full(1 << power, 0x5A, np.uint8) for power in range(9, 24) for _ in range(2)]
+        for whole in (dx, dw, db):
+            whole.view(f"u{whole.dtype.itemsize}").fill(0xAA)
+        graph.launch(stream)
+        stream.synchronize()
+        assert_same_bits(tuple(cupy.ascontiguousarray(result) for result in out), expected)
+        assert all(bool((neighbour == 0x5A).all()) for neighbour in neighbours)
+
+
+def test_a_thread_without_a_context(cupy: Any) -> None:
+    """A new thread whose first act is a call with a shape that is new, too: nothing before it made a context current."""
+    warm = make_tensors(cupy, "layernorm", (300, 1024), "float32")
+    backward("layernorm", warm)
+    cupy.cuda.Device().synchronize()
+    fewer = replace(warm, x=warm.x[:77], dy=warm.dy[:77], mean=warm.mean[:77], rstd=warm.rstd[:77])
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(backward, "layernorm", fewer).result()
+    assert_same_bits(got, backward("layernorm", fewer))
 
 
 def test_work_follows_the_current_stream(cupy: Any) -> None:

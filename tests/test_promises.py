@@ -129,15 +129,25 @@ def test_nan_and_inf_stay_where_they_belong(xp: Any, case: Case, value: float) -
             assert not bool(xp.isfinite(result[reached].astype(np.float64)).any()), f"{where}: it got lost"
 
 
+@pytest.mark.parametrize("columns", [1001, 20000])  # rows in registers, rows swept over several times
 @pytest.mark.parametrize("norm", NORMS)
-def test_forward_keeps_rows_apart(xp: Any, norm: str) -> None:
-    clean = make_tensors(xp, norm, (33, 1001), "float32")
+def test_forward_keeps_rows_apart(xp: Any, norm: str, columns: int) -> None:
+    clean = make_tensors(xp, norm, (33, columns), "float32")
     expected = forward(norm, clean)
     dirty = replace(clean, x=spoilt(clean.x, (17, 1000), np.nan))
     for result, good in zip(forward(norm, dirty), expected, strict=True):
         others = np.arange(33) != 17
         assert same_bits(result[others], good[others])
         assert bool(is_nan(result[17]).all())
+
+
+@pytest.mark.parametrize("columns", [1001, 20000])
+def test_an_infinite_element_makes_rstd_zero(xp: Any, columns: int) -> None:
+    """1/sqrt(inf): in the middle of a row, where more terms follow it in every thread's sum."""
+    clean = make_tensors(xp, "rmsnorm", (3, columns), "float32")
+    y, rstd = forward("rmsnorm", replace(clean, x=spoilt(clean.x, (1, columns // 3), np.inf)))
+    assert float(rstd[1]) == 0
+    assert int(is_nan(y[1]).sum()) == 1  # inf·0, in its own column
 
 
 def concurrent_cases() -> list[Case]:

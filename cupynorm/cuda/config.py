@@ -1,7 +1,7 @@
 """Launch choices: a pure function of the problem and the device, needing no GPU.
 
-What fixes the order of a row's sums (route, vector width, threads and blocks that share a row) depends on the row
-alone, never on how many rows come with it: so a row's dx and y have the same bits in any company.
+What fixes the order of a row's sums (route, vector width, threads and blocks that share a row) depends on the row and
+its layout alone, never on how many rows come with it: so a row's dx and y have the same bits in any company.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
     """Choose the backward kernels; `aligned` says that every row of x, dy and dx starts at a multiple of 16 bytes."""
     x, dy = problem.x_dtype.name, _name(problem.dy_dtype)
     vector = vector_width(x, dy) if aligned and problem.columns % vector_width(x, dy) == 0 else 1
-    definitions = _backward_definitions(problem.norm, x, dy, problem.want_db, vector > 1)
+    definitions = _backward_definitions(problem.norm, x, dy, problem.want_db, vector > 1, _reserved_of(problem))
     per_thread = columns_per_thread(x, "direct", vector > 1)
     outer_bytes = _column_sums_bytes(problem, per_thread)
 
@@ -216,6 +216,20 @@ def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: i
     return max(1, walkers)
 
 
+# Clusters that an H100 or H200 with 132 multiprocessors holds at once, one block on each, by cluster size.
+_CLUSTERS_OF_132 = {2: 66, 4: 30, 8: 15, 16: 7}
+
+
+def clusters_at_once(reported: int, cluster: int, device: Device) -> int:
+    """How many clusters walk the rows, given what the driver reports for this very unit.
+
+    Units of one model differ in which multiprocessors are switched off, and so in what they report; the walkers
+    set the order of the sums in dw and db, which are to be the same on all of them.
+    """
+    usual = _CLUSTERS_OF_132.get(cluster) if device.multiprocessors == 132 else None
+    return reported if usual is None else usual * max(1, round(reported / usual))
+
+
 def sums_walkers(config: BackwardConfig, problem: NormProblem, device: Device) -> int:
     """Blocks that walk rows in the first sweep of the split route: 8 for a multiprocessor, no partial rows to pay."""
     return max(1, min(problem.rows, _divide_up(8 * device.multiprocessors, config.slabs)))
@@ -230,7 +244,7 @@ def forward_config(problem: NormProblem, aligned: bool) -> ForwardConfig:
     """Choose the forward kernel; `aligned` says that every row of x and y starts at a multiple of 16 bytes."""
     x = problem.x_dtype.name
     vector = vector_width(x) if aligned and problem.columns % vector_width(x) == 0 else 1
-    definitions = _forward_definitions(problem.norm, x, vector > 1)
+    definitions = _forward_definitions(problem.norm, x, vector > 1, _reserved_of(problem))
     per_thread = columns_per_thread(x, "direct", vector > 1)
     if problem.columns <= WARP * per_thread:
         lanes = _power_of_two_at_least(_divide_up(problem.columns, per_thread if vector > 1 else 1), WARP)
@@ -247,8 +261,8 @@ def forward_max_threads(vector: bool) -> int:
     return 512 if vector else 256
 
 
-def partials_definitions(compute_name: str) -> tuple[str, ...]:
-    return (f"-DCOMPUTE_TYPE={compute_name}", _argument_bytes(PARTIALS_ARGUMENTS))
+def partials_definitions(compute_name: str, accumulate: bool = False) -> tuple[str, ...]:
+    return (f"-DCOMPUTE_TYPE={compute_name}", f"-DACCUMULATE={int(accumulate)}", _argument_bytes(PARTIALS_ARGUMENTS))
 
 
 def triad_definitions(x_name: str, streaming: bool) -> tuple[str, ...]:
@@ -287,22 +301,39 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         yield Variant("triad.cu", ("triad",), triad_definitions(x, streaming))
 
 
-def _backward_definitions(norm: str, x: str, dy: str, want_db: bool, vector: bool) -> tuple[str, ...]:
+def _reserved(weight_offset: bool = False, per_head: bool = False, add_residual: bool = False) -> tuple[str, ...]:
+    return (
+        f"-DWEIGHT_OFFSET={int(weight_offset)}",
+        f"-DPER_HEAD={int(per_head)}",
+        f"-DADD_RESIDUAL={int(add_residual)}",
+    )
+
+
+def _reserved_of(problem: NormProblem) -> tuple[str, ...]:
+    add_residual = problem.residual or problem.dresidual_out
+    return _reserved(problem.weight_offset != 0.0, problem.heads > 1, add_residual)
+
+
+def _backward_definitions(
+    norm: str, x: str, dy: str, want_db: bool, vector: bool, reserved: tuple[str, ...] = _reserved()
+) -> tuple[str, ...]:
     return (
         f"-DLAYER_NORM={int(norm == 'layernorm')}",
         f"-DX_TYPE={x}",
         f"-DDY_TYPE={dy}",
         f"-DWANT_DB={int(want_db)}",
         f"-DVECTOR={int(vector)}",
+        *reserved,
         _argument_bytes(BACKWARD_ARGUMENTS),
     )
 
 
-def _forward_definitions(norm: str, x: str, vector: bool) -> tuple[str, ...]:
+def _forward_definitions(norm: str, x: str, vector: bool, reserved: tuple[str, ...] = _reserved()) -> tuple[str, ...]:
     return (
         f"-DLAYER_NORM={int(norm == 'layernorm')}",
         f"-DX_TYPE={x}",
         f"-DVECTOR={int(vector)}",
+        *reserved,
         _argument_bytes(FORWARD_ARGUMENTS),
     )
 

@@ -56,6 +56,7 @@ class Launch:
         cluster: int = 1,
         overlaps_previous: bool = False,
     ) -> None:
+        _make_context_current()
         self._kernel = kernel  # keeps the module loaded
         self._function = ctypes.c_void_p(kernel.kernel.ptr)
         with _attributes_lock:  # launches of one kernel with different needs share its attribute

@@ -20,7 +20,9 @@ _DEVICE_ATTRIBUTES = (75, 76, 16, 97)
 
 
 def backward(problem: NormProblem, operands: BackwardOperands) -> None:
-    """Fill operands.dx, dw and db; those that are None are not computed."""
+    """Fill operands.dx, dw and db; those that are None are not written, nor reduced."""
+    if not (problem.want_dx or problem.want_dw or problem.want_db):
+        return
     if problem.rows == 0:
         for gradient in (operands.dw, operands.db):
             if gradient is not None:
@@ -31,10 +33,10 @@ def backward(problem: NormProblem, operands: BackwardOperands) -> None:
     config = plan.config
 
     columns, compute = problem.columns, problem.compute_dtype
-    partials = cupy.empty((2 if problem.want_db else 1, plan.walkers, columns), compute)
-    sums = cupy.empty(problem.rows * config.slabs * 2, compute) if config.route == "split" else None
-    dw_partials = partials.data.ptr if problem.want_dw else 0
-    db_partials = partials.data.ptr + plan.walkers * columns * compute.itemsize if problem.want_db else 0
+    dw_partials = cupy.empty((plan.walkers, columns), compute) if problem.want_dw else None
+    db_partials = cupy.empty((plan.walkers, columns), compute) if problem.want_db else None
+    with_sums = config.route == "split" and problem.want_dx
+    sums = cupy.empty(problem.rows * config.slabs * 2, compute) if with_sums else None
     arguments = struct.pack(
         choose.BACKWARD_ARGUMENTS,
         x,
@@ -43,8 +45,8 @@ def backward(problem: NormProblem, operands: BackwardOperands) -> None:
         _address(operands.mean),
         _address(operands.rstd),
         dx,
-        dw_partials,
-        db_partials,
+        _address(dw_partials),
+        _address(db_partials),
         _address(sums),
         problem.rows,
         problem.x_row_stride,
@@ -63,8 +65,8 @@ def backward(problem: NormProblem, operands: BackwardOperands) -> None:
         plan.reduce(
             struct.pack(
                 choose.PARTIALS_ARGUMENTS,
-                dw_partials,
-                db_partials,
+                _address(dw_partials),
+                _address(db_partials),
                 _address(operands.dw),
                 _address(operands.db),
                 plan.walkers,
@@ -127,7 +129,10 @@ def _backward_plan(problem: NormProblem, aligned: bool, device_id: int) -> Backw
     config = choose.backward_config(problem, aligned, device)
     main_name = "backward_split_apply" if config.route == "split" else f"backward_{config.route}"
     main = _launch(config, main_name)
-    at_once = main.blocks_at_once(device.multiprocessors) if config.cluster == 1 else main.clusters_at_once()
+    if config.cluster == 1:
+        at_once = main.blocks_at_once(device.multiprocessors)
+    else:
+        at_once = choose.clusters_at_once(main.clusters_at_once(), config.cluster, device)
     walkers = choose.partial_rows(config, problem, at_once)
     if config.route == "split":
         sums_walkers = choose.sums_walkers(config, problem, device)
@@ -136,7 +141,11 @@ def _backward_plan(problem: NormProblem, aligned: bool, device_id: int) -> Backw
     else:
         kernels = (main.with_grid(walkers * config.cluster),)
     reduce = Launch(
-        kernel("partials.cu", "reduce_partials", choose.partials_definitions(problem.compute_dtype.name)),
+        kernel(
+            "partials.cu",
+            "reduce_partials",
+            choose.partials_definitions(problem.compute_dtype.name, problem.accumulate),
+        ),
         choose.partials_threads(walkers),
         (-(-problem.columns // choose.WARP), 2 if problem.want_db else 1),
         overlaps_previous=device.overlaps_launches,
