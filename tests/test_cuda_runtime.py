@@ -142,7 +142,7 @@ def test_stream_capture_with_results_that_need_a_copy(cupy: Any, norm: str) -> N
 
 
 def test_a_thread_without_a_context(cupy: Any) -> None:
-    """A new thread whose first act is a call with a shape that is new, too: nothing before it made a context current."""
+    """A new thread whose first act is a call with a new shape: nothing before it made a context current."""
     warm = make_tensors(cupy, "layernorm", (300, 1024), "float32")
     backward("layernorm", warm)
     cupy.cuda.Device().synchronize()

@@ -1,4 +1,4 @@
-"""Rows longer than anyone's: beyond what the CPU path keeps partial sums for, and beyond what columns can be counted in."""
+"""Rows longer than anyone's: beyond the CPU path's room for partial sums, and beyond what columns are counted in."""
 
 from __future__ import annotations
 
