@@ -14,9 +14,6 @@ using float64 = double;
 // The element type of an array that is read or written once per column, chosen at run time.
 enum ElementCode : int { kNone = 0, kFloat16 = 1, kBfloat16 = 2, kFloat32 = 3, kFloat64 = 4 };
 
-template <class A, class B> constexpr bool same_type = false;
-template <class A> constexpr bool same_type<A, A> = true;
-
 __device__ constexpr int minimum(int a, int b) { return a < b ? a : b; }
 
 // --- widening: exact ------------------------------------------------------------------------------------------------
