@@ -15,6 +15,7 @@
 #pragma once
 
 #include "element.cuh"
+#include "partials.cuh"
 #include "reduce.cuh"
 
 constexpr bool kLayerNorm = LAYER_NORM;
@@ -34,6 +35,8 @@ constexpr int kColumnsPerThread = COLUMNS_PER_THREAD;
 constexpr int kVector = VECTOR ? 16 / minimum(sizeof(X), sizeof(Dy)) : 1;
 constexpr int kVectors = kColumnsPerThread / kVector;
 static_assert(kVectors * kVector == kColumnsPerThread, "the vectors cover a thread's columns exactly");
+// With more columns a thread than this a row takes whole warps; with these it may take a part of one.
+constexpr bool kWholeWarps = kColumnsPerThread > (sizeof(Compute) == 8 ? 8 : 16);
 
 // A thread adds this many rows into registers before it adds the registers into shared memory: two levels keep the
 // error of long float32 sums at that of short ones. Relative to the sum, n terms cost about 2.5e-8·sqrt(n/2).
@@ -68,33 +71,34 @@ struct RowStatistics {
         rstd = a.rstd[row];
         if constexpr (kLayerNorm) mean = a.mean[row];
     }
-    __device__ Compute x_hat(Compute x) const {
-        if constexpr (kLayerNorm) x -= mean;
-        return x * rstd;
-    }
+    __device__ Compute centred(Compute x) const { return kLayerNorm ? x - mean : x; }
 };
 
-// What a row's sums come down to: dx = (g − x̂·c1)·rstd − shift, with shift = c2·rstd.
+// What a row's sums Σ dy·w·(x − mean) and Σ dy·w come down to:
+//
+//     dx = (dy·w − c2 − (x − mean)·slope)·rstd,  slope = c1·rstd
 struct RowCoefficients {
-    Compute c1, shift, rstd;
+    Compute slope, c2;
 
-    __device__ RowCoefficients(const Sums<Compute>& sums, Compute reciprocal_columns, Compute rstd)
-        : c1(sums.first * reciprocal_columns), shift(kLayerNorm ? sums.second * reciprocal_columns * rstd : Compute(0)),
-          rstd(rstd) {}
-    __device__ Compute dx(Compute g, Compute x_hat) const {
-        const Compute projected = g - x_hat * c1;
-        return kLayerNorm ? projected * rstd - shift : projected * rstd;
+    __device__ RowCoefficients(const Sums<Compute>& sums, Compute reciprocal_columns, const RowStatistics& row)
+        : slope(sums.first * reciprocal_columns * row.rstd * row.rstd), c2(sums.second * reciprocal_columns) {}
+    __device__ Compute dx(Compute dy, Compute w, Compute x, const RowStatistics& row) const {
+        const Compute g = kLayerNorm ? dy * w - c2 : dy * w;
+        return (g - row.centred(x) * slope) * row.rstd;
     }
 };
 
-// One thread's columns: `kVectors` vectors, `threads` vectors apart, so that a warp reads consecutive memory. Where the
+// One thread's columns: `kVectors` vectors. A warp's columns follow one another, and it reads consecutive memory. Where the
 // row ends early, a thread holds fewer, or none.
 struct Columns {
-    int first, step, count;
+    int first, count, lanes;
 
-    __device__ Columns(int thread, int threads, int columns)
-        : first(thread * kVector), step(threads * kVector), count(columns) {}
-    __device__ int at(int vector) const { return first + vector * step; }
+    __device__ Columns(int thread, int threads, int columns) : count(columns), lanes(minimum(threads, 32)) {
+        first = thread / lanes * (lanes * kColumnsPerThread) + thread % lanes * kVector;
+    }
+    // From one vector to the next: known when compiled, where a row takes whole warps.
+    __device__ int step() const { return kWholeWarps ? 32 * kVector : lanes * kVector; }
+    __device__ int at(int vector) const { return first + vector * step(); }
     __device__ bool holds(int vector) const { return at(vector) < count; }
     // The same, but single columns are found anew where it is used: kept over the rows, the places of all of a thread's
     // columns would fill its registers.
@@ -111,139 +115,198 @@ using Weights = Compute[kVectors][kVector];
 
 // Where the thread holds no column, w is 0, so that nothing read there reaches a sum.
 __device__ inline void load_weights(Weights& w, const BackwardArguments& a, const Columns& own, int first_column) {
-    load_columns(w, a.w, a.w_code, Compute(1), [&](int k) { return own.holds(k) ? first_column + own.at(k) : -1; });
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
 #pragma unroll
-        for (int v = 0; v < kVector; ++v) w[k][v] = own.holds(k) ? w[k][v] : Compute(0);
+        for (int v = 0; v < kVector; ++v) w[k][v] = Compute(own.holds(k));
     }
+    load_columns(w, a.w, a.w_code, [&](int k) { return own.holds(k) ? first_column + own.at(k) : -1; });
 }
 
-// This thread's share of a row's sums, from one vector.
-__device__ inline void add_to_sums(Sums<Compute>& sums, const Packed<X, kVector>& x_packed,
-                                   const Packed<Dy, kVector>& dy_packed, const Compute (&w)[kVector],
-                                   const RowStatistics& row) {
-    Compute x[kVector], dy[kVector];
-    x_packed.unpack(x);
-    dy_packed.unpack(dy);
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) {
-        const Compute g = dy[v] * w[v];
-        sums.first += g * row.x_hat(x[v]);
-        if constexpr (kLayerNorm) sums.second += g;
-    }
-}
-
-// The columns' sums over rows. Level one lies in registers, level two in shared memory, where the groups of a block are
-// added together at the end: entry (column slot e, thread t) of `outer` is e·threads + t.
+// The columns' sums over rows. Level one lies in registers. Level two, where there are more rows, lies in shared memory,
+// and there the groups of a block are added together at the end. A thread's accumulators are laid out in runs of 16
+// bytes: run i of thread t is run i·threads + t of `outer`.
 struct ColumnSums {
-    Compute dw[kVectors][kVector], db[kWantDb ? kVectors : 1][kVector];
-    Compute *outer_dw, *outer_db;
-    int threads, rows_since_flush;
+    using Level = Compute[kVectors][kVector];
 
-    static constexpr int kSums = kWantDb ? 2 : 1;
-    __device__ static constexpr int shared_bytes(int threads) {
-        return kSums * kColumnsPerThread * threads * int(sizeof(Compute));
-    }
+    Level dw, db;
+    Compute* outer;
+    int thread, threads, rows_since_flush;
+    bool flushed;
 
-    __device__ ColumnSums(void* shared, int threads) : threads(threads), rows_since_flush(0) {
-        outer_dw = static_cast<Compute*>(shared);
-        outer_db = outer_dw + kColumnsPerThread * threads;
-        if (int(threadIdx.x) < threads) {  // entries of its own, so no barrier; other threads have none
-#pragma unroll
-            for (int i = 0; i < kSums * kColumnsPerThread; ++i) outer_dw[i * threads + threadIdx.x] = Compute(0);
-        }
+    static constexpr int kRun = 16 / int(sizeof(Compute));
+    static constexpr int kRuns = kColumnsPerThread / kRun;
+    using Run = Packed<Compute, kRun>;
+
+    __device__ static constexpr int shared_bytes(int threads) { return (kWantDb ? 2 : 1) * kRuns * 16 * threads; }
+
+    __device__ ColumnSums(void* shared, int thread, int threads)
+        : outer(static_cast<Compute*>(shared)), thread(thread), threads(threads), flushed(false) {
         clear();
     }
 
-    __device__ void clear() {
-        rows_since_flush = 0;
-#pragma unroll
-        for (int k = 0; k < kVectors; ++k) {
-#pragma unroll
-            for (int v = 0; v < kVector; ++v) {
-                dw[k][v] = Compute(0);
-                if constexpr (kWantDb) db[k][v] = Compute(0);
-            }
-        }
-    }
-
-    __device__ void add(int k, const Compute (&dy)[kVector], const Compute (&x_hat)[kVector]) {
-#pragma unroll
-        for (int v = 0; v < kVector; ++v) {
-            dw[k][v] += dy[v] * x_hat[v];
-            if constexpr (kWantDb) db[k][v] += dy[v];
-        }
+    // Once for each row.
+    __device__ void add(int k, int v, Compute dw_term, Compute db_term) {
+        dw[k][v] += dw_term;
+        if constexpr (kWantDb) db[k][v] += db_term;
     }
 
     __device__ void row_done() {
-        if (++rows_since_flush == kRowsPerFlush) flush();
-    }
-
-    // Each thread adds into entries of its own: no barrier.
-    __device__ void flush() {
-#pragma unroll
-        for (int k = 0; k < kVectors; ++k) {
-#pragma unroll
-            for (int v = 0; v < kVector; ++v) {
-                const int entry = (k * kVector + v) * threads + threadIdx.x;
-                outer_dw[entry] += dw[k][v];
-                if constexpr (kWantDb) outer_db[entry] += db[k][v];
-            }
-        }
+        if (++rows_since_flush < kRowsPerFlush) return;
+        flush();
         clear();
     }
 
-    // After a flush and a block barrier: adds the groups and writes the block's partial row. The groups share the work:
-    // runs of columns that fill 16 bytes, taken in turn.
+    // The sums of all rows of the block, written to its partial row; to be called by all of its `threads`. The threads of
+    // several groups meet at a barrier.
     __device__ void write_partials(const BackwardArguments& a, int64 partial_row, int first_column, const Columns& own,
-                                   int group_threads) const {
-        const int groups = threads / group_threads, group = threadIdx.x / group_threads;
-        const int64 row_start = partial_row * a.columns + first_column;
-        for (int run = group; run < kColumnsPerThread / kRun; run += groups) {
-            const int slot = run * kRun;
-            const int column = own.at(slot / kVector) + slot % kVector;
-            if (column >= own.count) break;
-            const int entry = slot * threads + threadIdx.x % group_threads;
-            if (a.dw_partials) write_run(a.dw_partials + row_start + column, outer_dw + entry, group_threads);
+                                   int group_threads) {
+        const int64 row_start = partial_row * partial_row_stride(a.columns) + first_column;
+        if (group_threads == threads) {
+            add_outer();
+            if (a.dw_partials) write_own(a.dw_partials + row_start, dw, own);
             if constexpr (kWantDb) {
-                if (a.db_partials) write_run(a.db_partials + row_start + column, outer_db + entry, group_threads);
+                if (a.db_partials) write_own(a.db_partials + row_start, db, own);
+            }
+        } else {
+            flush();
+            barrier_over(threads);
+            if (a.dw_partials) write_groups(a.dw_partials + row_start, outer, own, group_threads);
+            if constexpr (kWantDb) {
+                if (a.db_partials) write_groups(a.db_partials + row_start, outer_db(), own, group_threads);
             }
         }
     }
 
 private:
-    static constexpr int kRun = minimum(kVector, 16 / sizeof(Compute));
+    __device__ Compute* outer_db() const { return outer + kColumnsPerThread * threads; }
 
-    __device__ void write_run(Compute* target, const Compute* entries, int group_threads) const {
-        double sums[kRun] = {};  // long sums of float32 would show in dw; these few additions cost nothing
-        for (int first = 0; first < threads; first += group_threads) {
+    __device__ void clear() {
+        rows_since_flush = 0;
+        fill_columns(dw, Compute(0));
+        fill_columns(db, Compute(0));
+    }
+
+    // Each thread adds into runs of its own: no barrier.
+    __device__ void flush() {
+        add_outer();
+        store_runs(outer, dw);
+        if constexpr (kWantDb) store_runs(outer_db(), db);
+        flushed = true;
+    }
+
+    __device__ void add_outer() {
+        if (!flushed) return;
+        add_runs(dw, outer);
+        if constexpr (kWantDb) add_runs(db, outer_db());
+    }
+
+    // A few runs at a time: enough to wait for memory together, not so many that registers run out.
+    __device__ void add_runs(Level& level, const Compute* runs) const {
+        constexpr int kTogether = kRuns % 4 == 0 ? 4 : 2;
+        static_assert(kRuns % kTogether == 0, "no run is left over");
 #pragma unroll
-            for (int i = 0; i < kRun; ++i) sums[i] += double(entries[i * threads + first]);
+        for (int first = 0; first < kRuns; first += kTogether) {
+            Compute before[kTogether][kRun];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                Run run;
+                run.load(runs + ((first + i) * threads + thread) * kRun);
+                run.unpack(before[i]);
+            }
+#pragma unroll
+            for (int j = 0; j < kTogether * kRun; ++j) {
+                const int e = first * kRun + j;
+                level[e / kVector][e % kVector] += before[j / kRun][j % kRun];
+            }
+            asm volatile("" ::: "memory");
         }
-        Packed<Compute, kRun> packed;
-        packed.pack(sums);
-        packed.store(target);
+    }
+
+    __device__ void store_runs(Compute* runs, const Level& level) const {
+#pragma unroll
+        for (int i = 0; i < kRuns; ++i) {
+            Compute values[kRun];
+#pragma unroll
+            for (int j = 0; j < kRun; ++j) values[j] = level[(i * kRun + j) / kVector][(i * kRun + j) % kVector];
+            Run run;
+            run.pack(values);
+            run.store(runs + (i * threads + thread) * kRun);
+        }
+    }
+
+    __device__ static void write_own(Compute* target, const Level& level, const Columns& own) {
+        constexpr int kWidth = minimum(kVector, kRun);
+#pragma unroll
+        for (int e = 0; e < kColumnsPerThread; e += kWidth) {
+            const int k = e / kVector, v = e % kVector;
+            if (!own.holds(k)) continue;
+            Compute values[kWidth];
+#pragma unroll
+            for (int j = 0; j < kWidth; ++j) values[j] = level[k][v + j];
+            Packed<Compute, kWidth> packed;
+            packed.pack(values);
+            packed.store(target + own.at(k) + v);
+        }
+    }
+
+    // The groups share the work: runs, taken in turn.
+    __device__ void write_groups(Compute* target, const Compute* runs, const Columns& own, int group_threads) const {
+        const int groups = threads / group_threads, group = thread / group_threads;
+        for (int i = group; i < kRuns; i += groups) {
+            double sums[kRun] = {};  // long sums of float32 would show in dw; these few additions cost nothing
+            for (int first = 0; first < threads; first += group_threads) {
+                Run run;
+                double values[kRun];
+                run.load(runs + (i * threads + first + thread % group_threads) * kRun);
+                run.unpack(values);
+#pragma unroll
+                for (int j = 0; j < kRun; ++j) sums[j] += values[j];
+            }
+            if constexpr (kVector >= kRun) {
+                const int k = i * kRun / kVector;
+                Run run;
+                run.pack(sums);
+                if (own.holds(k)) run.store(target + own.at(k) + i * kRun % kVector);
+            } else {
+#pragma unroll
+                for (int j = 0; j < kRun; ++j) {
+                    if (const int k = i * kRun + j; own.holds(k)) target[own.at(k)] = Compute(sums[j]);
+                }
+            }
+        }
     }
 };
 
-// The second half of a row's work, for one vector: dx, which is stored on request, and the columns' sums.
-__device__ inline void finish_vector(ColumnSums& columns, int k, const Packed<X, kVector>& x_packed,
-                                     const Packed<Dy, kVector>& dy_packed, const Compute (&w)[kVector],
-                                     const RowStatistics& row, const RowCoefficients& coefficients, bool store,
-                                     X* dx_target) {
-    Compute x_hat[kVector], dy[kVector], dx[kVector];
-    x_packed.unpack(x_hat);
+// The first half of a row's work, for one vector: its share of the row's sums and of the columns' sums. Both take the
+// product dy·(x − mean), which saves an operation; it stays far inside the range of float32 unless dy and x both leave it.
+template <bool kRowSums, bool kColumnSums>
+__device__ void first_half(Sums<Compute>& row_sums, ColumnSums* column_sums, int k, const Packed<X, kVector>& x_packed,
+                           const Packed<Dy, kVector>& dy_packed, const Compute (&w)[kVector], const RowStatistics& row) {
+    Compute x[kVector], dy[kVector];
+    x_packed.unpack(x);
     dy_packed.unpack(dy);
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
-        x_hat[v] = row.x_hat(x_hat[v]);
-        dx[v] = coefficients.dx(dy[v] * w[v], x_hat[v]);
+        const Compute product = dy[v] * row.centred(x[v]);
+        if constexpr (kRowSums) {
+            row_sums.first += product * w[v];
+            if constexpr (kLayerNorm) row_sums.second += dy[v] * w[v];
+        }
+        if constexpr (kColumnSums) column_sums->add(k, v, product * row.rstd, dy[v]);
     }
-    columns.add(k, dy, x_hat);
-    if (store) {
-        Packed<X, kVector> packed;
-        packed.pack(dx);
-        packed.store_streaming(dx_target);
-    }
+}
+
+// The second half, for one vector: dx, where it is to be stored.
+__device__ inline void second_half(X* dx, bool store, const Packed<X, kVector>& x_packed,
+                                   const Packed<Dy, kVector>& dy_packed, const Compute (&w)[kVector],
+                                   const RowStatistics& row, const RowCoefficients& coefficients) {
+    Compute x[kVector], dy[kVector];
+    x_packed.unpack(x);
+    dy_packed.unpack(dy);
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) x[v] = coefficients.dx(dy[v], w[v], x[v], row);
+    Packed<X, kVector> packed;
+    packed.pack(x);
+    if (store) packed.store_streaming(dx);
 }

@@ -5,21 +5,23 @@
 // grid's stride. In registers: this thread's x and dy between their two uses, its w, its dw and db. In shared memory:
 // the second level of dw and db, and the warps' sums of a row. To memory: x, dy and dx once; one partial row of dw and
 // db for each block. Orders of sums: a row over its lanes by a butterfly, then over its warps likewise; a
-// column over 16 rows, over these in turn, over the block's groups. The next row is on its way while one is at work.
+// column over 16 rows, over these in turn, over the block's groups. The next row is on its way while one is
+// at work, where the registers hold two.
 #include "backward.cuh"
 #include "overlap.cuh"
 
-// The threads that the registers allow: only 16-bit vectors stay under 128 registers a thread.
-constexpr int kMaxThreads = kVector > 1 && sizeof(X) == 2 && sizeof(Dy) == 2 ? 512 : 256;
+// Compile-time switch: MAX_THREADS, 256, or for longer rows 512, with single columns 384: what leaves a thread the registers
+// that it needs.
+constexpr int kMaxThreads = MAX_THREADS;
 
 extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(const BackwardArguments a) {
     extern __shared__ uint4 shared[];
-    __shared__ GroupSum<Compute, kMaxThreads / 32> group_sum;
+    __shared__ GroupSum<Compute, kMaxThreads == 256 ? 8 : 16> group_sum;
 
     const int groups = blockDim.x / a.group_threads;
     const int group = threadIdx.x / a.group_threads;
     const Columns own(threadIdx.x % a.group_threads, a.group_threads, a.columns);
-    ColumnSums column_sums(shared, blockDim.x);
+    ColumnSums column_sums(shared, threadIdx.x, blockDim.x);
     let_next_kernel_launch();
     Weights w;
     load_weights(w, a, own, 0);
@@ -32,18 +34,25 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
     };
     const auto load = [&](Row& to, int64 row) {
         if (row >= a.rows) return;  // the last block may have more groups than rows
+        const Columns at = own.found_anew();
+        const X* const x = a.x + row * a.x_row_stride;
+        const Dy* const dy = a.dy + row * a.dy_row_stride;
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
-            if (own.holds(k)) {
-                to.x[k].load_streaming(a.x + row * a.x_row_stride + own.at(k));
-                to.dy[k].load_streaming(a.dy + row * a.dy_row_stride + own.at(k));
+            if (at.holds(k)) {
+                to.x[k].load_streaming(x + at.at(k));
+                to.dy[k].load_streaming(dy + at.at(k));
             }
         }
         to.statistics.load(a, row);
     };
 
-    // Two rows do not fit in the registers with float64 dy beside float32 arithmetic, nor with single columns of two types.
-    constexpr bool kLoadAhead = sizeof(Dy) <= sizeof(Compute) && (kVector > 1 || sizeof(X) == sizeof(Dy));
+    // Two rows fit in the registers of many threads only as 16-bit vectors; of 256 threads not with float64 dy beside
+    // float32 arithmetic, nor with single columns of two types.
+    constexpr bool kShortVectors = kVector > 1 && sizeof(X) == 2 && sizeof(Dy) == 2;
+    constexpr bool kLoadAhead = kMaxThreads > 256
+                                    ? kShortVectors
+                                    : sizeof(Dy) <= sizeof(Compute) && (kVector > 1 || sizeof(X) == sizeof(Dy));
     int buffer = 0;
     const int64 step = int64(gridDim.x) * groups;
     Row current = {}, next = {};
@@ -52,27 +61,27 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
         const int64 row = first_row + group;
         if constexpr (kLoadAhead) load(next, row + step);
         Sums<Compute> sums = {Compute(0), Compute(0)};
-        if (a.dx) {
-#pragma unroll
-            for (int k = 0; k < kVectors; ++k) add_to_sums(sums, current.x[k], current.dy[k], w[k], current.statistics);
-            group_sum.all<kLayerNorm>(sums, a.group_threads, buffer);
-        }
         if (row < a.rows) {
-            const RowCoefficients coefficients(sums, reciprocal_columns, current.statistics.rstd);
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
-                finish_vector(column_sums, k, current.x[k], current.dy[k], w[k], current.statistics, coefficients,
-                              a.dx && own.holds(k), a.dx + row * a.dx_row_stride + own.at(k));
+                first_half<true, true>(sums, &column_sums, k, current.x[k], current.dy[k], w[k], current.statistics);
             }
-            column_sums.row_done();
         }
+        if (a.dx) {
+            group_sum.all<kLayerNorm>(sums, a.group_threads, buffer);
+            const RowCoefficients coefficients(sums, reciprocal_columns, current.statistics);
+            const Columns at = own.found_anew();
+            X* const dx = a.dx + row * a.dx_row_stride;
+#pragma unroll
+            for (int k = 0; k < kVectors; ++k) {
+                second_half(dx + at.at(k), row < a.rows && at.holds(k), current.x[k], current.dy[k], w[k],
+                            current.statistics, coefficients);
+            }
+        }
+        if (row < a.rows) column_sums.row_done();
         if constexpr (kLoadAhead) current = next;
         else load(current, row + step);
     }
 
-    if (a.dw_partials || a.db_partials) {
-        column_sums.flush();
-        __syncthreads();
-        column_sums.write_partials(a, blockIdx.x, 0, own, a.group_threads);
-    }
+    if (a.dw_partials || a.db_partials) column_sums.write_partials(a, blockIdx.x, 0, own, a.group_threads);
 }

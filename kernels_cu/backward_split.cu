@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_sums(co
                 Packed<Dy, kVector> dy;
                 x.load(a.x + row * a.x_row_stride + slab.first_column + own.at(k));
                 dy.load(a.dy + row * a.dy_row_stride + slab.first_column + own.at(k));
-                add_to_sums(sums, x, dy, w[k], statistics);
+                first_half<true, false>(sums, nullptr, k, x, dy, w[k], statistics);
             }
         }
         sum_over_lanes<kLayerNorm, 32>(sums);
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
     extern __shared__ uint4 shared[];
     const Slab slab(a);
     const Columns own(threadIdx.x, kThreads, slab.columns);
-    ColumnSums column_sums(shared, kThreads);
+    ColumnSums column_sums(shared, threadIdx.x, kThreads);
     let_next_kernel_launch();
     Weights w;
     load_weights(w, a, own, slab.first_column);
@@ -72,20 +72,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
         statistics.load(a, row);
         Sums<Compute> sums = {Compute(0), Compute(0)};
         if (a.dx) sums = sum_many_entries<kLayerNorm>(a.sums + row * a.slabs, a.slabs);
-        const RowCoefficients coefficients(sums, reciprocal_columns, statistics.rstd);
+        const RowCoefficients coefficients(sums, reciprocal_columns, statistics);
         X* const dx = a.dx + row * a.dx_row_stride + slab.first_column;
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             if (own.holds(k)) {
-                finish_vector(column_sums, k, x[k], dy[k], w[k], statistics, coefficients, a.dx, dx + own.at(k));
+                first_half<false, true>(sums, &column_sums, k, x[k], dy[k], w[k], statistics);
+                if (a.dx) second_half(dx + own.at(k), true, x[k], dy[k], w[k], statistics, coefficients);
             }
         }
         column_sums.row_done();
     }
 
-    if (a.dw_partials || a.db_partials) {
-        column_sums.flush();
-        __syncthreads();
-        column_sums.write_partials(a, blockIdx.y, slab.first_column, own, kThreads);
-    }
+    if (a.dw_partials || a.db_partials) column_sums.write_partials(a, blockIdx.y, slab.first_column, own, kThreads);
 }

@@ -90,37 +90,7 @@ template <> struct Narrow<bfloat16> {
     }
 };
 
-// --- arrays of a type known at run time: w, b, dw, db ---------------------------------------------------------------
-
-// A thread's share of an array over columns: K runs of V columns, run k from column_of(k) on, or left alone where that
-// is negative. One branch on the type around all loads, so that they wait for memory together.
-template <class T, class C, int K, int V, class ColumnOf>
-__device__ void load_columns_of_type(C (&values)[K][V], const void* base, ColumnOf column_of) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-        const int column = column_of(k);
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-            if (column >= 0) values[k][v] = widen<C>(static_cast<const T*>(base)[column + v]);
-        }
-    }
-}
-
-template <class C, int K, int V, class ColumnOf>
-__device__ void load_columns(C (&values)[K][V], const void* base, int code, C absent, ColumnOf column_of) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-#pragma unroll
-        for (int v = 0; v < V; ++v) values[k][v] = absent;
-    }
-    switch (code) {
-        case kFloat16: load_columns_of_type<float16>(values, base, column_of); break;
-        case kBfloat16: load_columns_of_type<bfloat16>(values, base, column_of); break;
-        case kFloat32: load_columns_of_type<float32>(values, base, column_of); break;
-        case kFloat64: load_columns_of_type<float64>(values, base, column_of); break;
-    }
-}
-
+// Of a type known at run time: dw, db.
 template <class C> __device__ void store_element(void* base, int code, int64 index, C value) {
     switch (code) {
         case kFloat16: static_cast<float16*>(base)[index] = Narrow<float16>::from(value); break;
@@ -132,30 +102,41 @@ template <class C> __device__ void store_element(void* base, int code, int64 ind
 
 // --- packed vectors -------------------------------------------------------------------------------------------------
 
-// V consecutive elements as they lie in memory. Either V = 1, or V elements fill whole 16-byte words.
+template <int kBytes> struct WordOf { using type = uint4; };
+template <> struct WordOf<8> { using type = uint2; };
+template <> struct WordOf<4> { using type = unsigned; };
+
+// V consecutive elements as they lie in memory: one element, or whole words of 16 bytes, or one of 8 or 4.
 template <class T, int V> struct Packed {
     static constexpr int kBytes = V * int(sizeof(T));
-    static_assert(V == 1 || kBytes % 16 == 0, "a vector fills whole 16-byte words");
-    uint4 words[kBytes / 16];
+    using Word = typename WordOf<kBytes>::type;
+    static constexpr int kWords = kBytes / int(sizeof(Word));
+    static_assert(kWords * int(sizeof(Word)) == kBytes, "a vector fills whole words");
+    Word words[kWords];
 
     __device__ void load(const T* source) {
 #pragma unroll
-        for (int i = 0; i < kBytes / 16; ++i) words[i] = reinterpret_cast<const uint4*>(source)[i];
+        for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const Word*>(source)[i];
     }
 
     __device__ void load_streaming(const T* source) {  // read once: leave the cache to what is read again
 #pragma unroll
-        for (int i = 0; i < kBytes / 16; ++i) words[i] = __ldcs(reinterpret_cast<const uint4*>(source) + i);
+        for (int i = 0; i < kWords; ++i) words[i] = __ldcs(reinterpret_cast<const Word*>(source) + i);
+    }
+
+    __device__ void load_from_l2(const T* source) {  // past the L1 cache, which may hold what lay there before
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) words[i] = __ldcg(reinterpret_cast<const Word*>(source) + i);
     }
 
     __device__ void store(T* target) const {
 #pragma unroll
-        for (int i = 0; i < kBytes / 16; ++i) reinterpret_cast<uint4*>(target)[i] = words[i];
+        for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(target)[i] = words[i];
     }
 
     __device__ void store_streaming(T* target) const {
 #pragma unroll
-        for (int i = 0; i < kBytes / 16; ++i) __stcs(reinterpret_cast<uint4*>(target) + i, words[i]);
+        for (int i = 0; i < kWords; ++i) __stcs(reinterpret_cast<Word*>(target) + i, words[i]);
     }
 
     template <class C> __device__ void unpack(C (&values)[V]) const {
@@ -202,3 +183,38 @@ template <class T> struct Packed<T, 1> {
     template <class C> __device__ void unpack(C (&values)[1]) const { values[0] = widen<C>(element); }
     template <class C> __device__ void pack(const C (&values)[1]) { element = Narrow<T>::from(values[0]); }
 };
+
+// --- a thread's share of an array over columns ----------------------------------------------------------------------
+
+template <class C, int K, int V> __device__ void fill_columns(C (&values)[K][V], C value) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) values[k][v] = value;
+    }
+}
+
+// K vectors of V columns, vector k from column_of(k) on, or left alone where that is negative. One branch on the type
+// around all loads, so that they wait for memory together.
+template <class T, class C, int K, int V, class ColumnOf>
+__device__ void load_columns_of_type(C (&values)[K][V], const void* base, ColumnOf column_of) {
+    Packed<T, V> packed[K];
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+        if (const int column = column_of(k); column >= 0) packed[k].load(static_cast<const T*>(base) + column);
+    }
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+        if (column_of(k) >= 0) packed[k].unpack(values[k]);
+    }
+}
+
+template <class C, int K, int V, class ColumnOf>
+__device__ void load_columns(C (&values)[K][V], const void* base, int code, ColumnOf column_of) {
+    switch (code) {
+        case kFloat16: load_columns_of_type<float16>(values, base, column_of); break;
+        case kBfloat16: load_columns_of_type<bfloat16>(values, base, column_of); break;
+        case kFloat32: load_columns_of_type<float32>(values, base, column_of); break;
+        case kFloat64: load_columns_of_type<float64>(values, base, column_of); break;
+    }
+}

@@ -55,8 +55,10 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
 
     const auto own_column = [&](int k) { return column_of(k) < a.columns ? column_of(k) : -1; };
     Compute w[kVectors][kVector], b[kVectors][kVector];
-    load_columns(w, a.w, a.w_code, Compute(1), own_column);
-    load_columns(b, a.b, a.b_code, Compute(0), own_column);
+    fill_columns(w, Compute(1));
+    fill_columns(b, Compute(0));
+    load_columns(w, a.w, a.w_code, own_column);
+    load_columns(b, a.b, a.b_code, own_column);
 
     // The next row is on its way while one is at work. Columns that the thread does not hold stay 0.
     const int64 step = int64(gridDim.x) * groups;
@@ -186,8 +188,10 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads) forward_swept(const Fo
         const Compute rstd = reciprocal_root(variance, a.eps);
         for_each_vector(a, row, [&](int column, Compute (&x)[kVector]) {
             Compute w[1][kVector], b[1][kVector];
-            load_columns(w, a.w, a.w_code, Compute(1), [&](int) { return column; });
-            load_columns(b, a.b, a.b_code, Compute(0), [&](int) { return column; });
+            fill_columns(w, Compute(1));
+            fill_columns(b, Compute(0));
+            load_columns(w, a.w, a.w_code, [&](int) { return column; });
+            load_columns(b, a.b, a.b_code, [&](int) { return column; });
 #pragma unroll
             for (int v = 0; v < kVector; ++v) x[v] = (x[v] - mean) * rstd * w[0][v] + b[0][v];
             Vector packed;

@@ -22,6 +22,20 @@ struct Barrier {
     __device__ void arrive() {
         asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(address()) : "memory");
     }
+    // True for the last to arrive in a phase, who then may touch what the others are done with.
+    __device__ bool arrive_last() {
+        unsigned long long before;
+        int pending;
+        asm volatile("mbarrier.arrive.shared.b64 %0, [%1];" : "=l"(before) : "r"(address()) : "memory");
+        asm("mbarrier.pending_count.b64 %0, %1;" : "=r"(pending) : "l"(before));
+        if (pending != 1) return false;
+        asm volatile(
+            "{\n"
+            ".reg .pred done;\n"
+            "mbarrier.test_wait.shared.b64 done, [%0], %1;\n"  // it is: for the order that waiting brings
+            "}\n" ::"r"(address()), "l"(before) : "memory");
+        return true;
+    }
     __device__ void arrive_expecting(int bytes) {
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
     }
@@ -53,10 +67,10 @@ __device__ inline int cluster_rank() {
     return rank;
 }
 
-// All threads of all blocks of the cluster; orders their shared memory accesses.
-__device__ inline void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
+// A barrier of all threads of all blocks of the cluster, in two steps; what comes before the first is seen after the
+// second. The first waits for this thread's loads, too: issue none that may wait before it.
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 // The address of the same variable in the shared memory of the cluster's block `rank`.
 __device__ inline SharedAddress address_in_block(SharedAddress address, int rank) {

@@ -20,15 +20,27 @@ template <bool kBoth, class C> __device__ void sum_over_lanes(Sums<C>& sums, int
 }
 
 template <bool kBoth, int kLanes, class C> __device__ void sum_over_lanes(Sums<C>& sums) {
+    if constexpr (kBoth && kLanes == 32) {
+        // Half of the lanes go on with one sum each: fewer exchanges than for both.
+        const bool upper = threadIdx.x & 16;
+        C own = upper ? sums.second : sums.first;
+        own += __shfl_xor_sync(0xffffffffu, upper ? sums.first : sums.second, 16);
 #pragma unroll
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-        sums.first += __shfl_xor_sync(0xffffffffu, sums.first, distance);
-        if constexpr (kBoth) sums.second += __shfl_xor_sync(0xffffffffu, sums.second, distance);
+        for (int distance = 8; distance > 0; distance /= 2) own += __shfl_xor_sync(0xffffffffu, own, distance);
+        const C other = __shfl_xor_sync(0xffffffffu, own, 16);
+        sums = upper ? Sums<C>{other, own} : Sums<C>{own, other};
+    } else {
+#pragma unroll
+        for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+            sums.first += __shfl_xor_sync(0xffffffffu, sums.first, distance);
+            if constexpr (kBoth) sums.second += __shfl_xor_sync(0xffffffffu, sums.second, distance);
+        }
     }
 }
 
 // Adds up `count` entries, at most kMost (a power of two), with the lanes of each warp; every lane gets the same bits.
 template <bool kBoth, int kMost, class C> __device__ Sums<C> sum_entries(const Sums<C>* entries, int count) {
+    static_assert((kMost & (kMost - 1)) == 0, "a power of two");
     constexpr int kLanes = kMost < 32 ? kMost : 32;
     Sums<C> sums = {C(0), C(0)};
 #pragma unroll
@@ -47,6 +59,9 @@ template <bool kBoth, class C> __device__ Sums<C> sum_many_entries(const Sums<C>
     sum_over_lanes<kBoth, 32>(sums);
     return sums;
 }
+
+// Of the first `threads` threads of the block, whole warps.
+__device__ inline void barrier_over(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
 // Sums over the threads that share a row: lanes of a warp, or all warps of the block. One block barrier a sum; two
 // buffers, so that a warp that is a sum ahead writes into the one that nobody reads.

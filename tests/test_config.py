@@ -46,6 +46,11 @@ def backward(columns: int, x: str, dy: str, rows: int = 4096, norm: str = "layer
     )
 
 
+def defined(chosen: config.BackwardConfig, name: str) -> int:
+    (value,) = (text.removeprefix(f"-D{name}=") for text in chosen.definitions if text.startswith(f"-D{name}="))
+    return int(value)
+
+
 @pytest.fixture(params=DEVICES, scope="module")
 def device(request):
     return DEVICES[request.param]
@@ -61,7 +66,8 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned):
         at = f"{columns} columns: {chosen}"
         vector = "-DVECTOR=1" in chosen.definitions
         assert (chosen.slabs - 1) * chosen.slab_columns < columns <= chosen.slabs * chosen.slab_columns, at
-        assert chosen.slab_columns <= chosen.group_threads * config.columns_per_thread(x, chosen.route, vector), at
+        per_thread = defined(chosen, "COLUMNS_PER_THREAD")
+        assert chosen.slab_columns <= chosen.group_threads * per_thread, at
         assert chosen.threads % chosen.group_threads == 0, at
         assert chosen.threads % 32 == 0, at
         assert chosen.group_threads % 32 == 0 or 32 % chosen.group_threads == 0, at
@@ -69,13 +75,11 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned):
         assert (f"backward_{chosen.route}.cu", chosen.definitions) in compiled, at
         if chosen.route == "staged":
             assert device.has_clusters, at
-            assert config.STAGED_LEAST_STAGES <= chosen.stages <= config.STAGED_STAGES, at
+            assert config.STAGED_LEAST_STAGES <= chosen.stages <= config.STAGED_MOST_STAGES, at
             assert chosen.threads <= config.staged_max_threads(x, vector), at
             assert chosen.groups == 1 or chosen.cluster == 1, at
-        if chosen.route == "direct" and chosen.groups == 1:
-            assert chosen.threads <= config.direct_max_threads(x, dy, 2 if "-DVECTOR=1" in chosen.definitions else 1), (
-                at
-            )
+        if chosen.route == "direct":
+            assert chosen.threads <= defined(chosen, "MAX_THREADS"), at
         if vector:
             width = config.vector_width(x, dy)
             assert aligned, at
@@ -134,7 +138,7 @@ def test_forward_configs_hold_their_rows(device, x, aligned):
         assert chosen.definitions in compiled
         assert chosen.threads <= config.forward_max_threads("-DVECTOR=1" in chosen.definitions)
         if chosen.kernel == "forward_direct":
-            assert columns <= chosen.group_threads * config.columns_per_thread(x, "direct", True)
+            assert columns <= chosen.group_threads * config.columns_per_thread(x)
 
 
 def test_mixed_types_take_vectors_of_the_smaller_one():

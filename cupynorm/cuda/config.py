@@ -17,12 +17,21 @@ from ..problem import FLOAT_NAMES, NormProblem
 
 WARP = 32
 CLUSTERS = (1, 2, 4, 8, 16)
-STAGED_THREADS = 128  # of a block whose groups leave the choice
-# Rows of a ring: the one at work, the one before (its place is filled again when the row at work is done), the next
-# (its sums are needed early), and at least one on its way. More than five gained nothing at any N.
-STAGED_LEAST_STAGES = 4
-STAGED_STAGES = 5
+# Steps of a ring: the one at work, the next (its sums are needed early), and at least one on its way. More bytes in
+# flight than these on a multiprocessor lose: under the load some multiprocessors get ahead, by up to 15% at 160 KB, and
+# in the end wait for the others. RMSNorm, 1 GB, main kernel: N=4096 247 us with 96 KB, 255 with 128 KB; N=65536, where
+# blocks wait for each other across multiprocessors, 255 us with 96 KB, 244 with 128 KB, 247 with 160 KB.
+STAGED_LEAST_STAGES = 3
+STAGED_MOST_STAGES = 8  # kMaxStages of backward_staged.cu
+STAGED_RING_BYTES = 96 << 10
+STAGED_LARGE_CLUSTER_RING_BYTES = 128 << 10
+STAGED_BLOCKS = 2  # on a multiprocessor, of threads that hold 4096 columns or so, where rows leave the choice
+# Columns a thread where a row takes whole warps, by type of the arithmetic. Several, so that rows of any length fill
+# the lanes of 1, 2, 4 or 8 warps.
+STAGED_COLUMNS_PER_THREAD = {"float32": (24, 32, 40), "float64": (16,)}
+STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 SPLIT_THREADS = 256
+DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 WORKSPACE_BYTES = 64 << 20
 REDUCTION_SHARED_BYTES = 10 << 10  # left free for a block of the final reduction, which is launched early
@@ -30,7 +39,7 @@ STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
 
 BACKWARD_ARGUMENTS = "9P4q6i"  # struct BackwardArguments in backward.cuh
 FORWARD_ARGUMENTS = "6P3qd4i"  # struct ForwardArguments in forward.cu
-PARTIALS_ARGUMENTS = "4Pq2i"  # struct PartialsArguments in partials.cu
+PARTIALS_ARGUMENTS = "4Pq3i4x"  # struct PartialsArguments in partials.cu
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ELEMENT_CODES = {None: 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # enum ElementCode in element.cuh
@@ -96,15 +105,14 @@ def compute_itemsize(x_name: str) -> int:
     return 8 if x_name == "float64" else 4
 
 
-def columns_per_thread(x_name: str, route: str, vector: bool) -> int:
-    """The staged route keeps no x and dy in registers, which leaves room for more vectors (not for single columns)."""
-    columns = 32 if route == "staged" and vector else 16
-    return columns // 2 if x_name == "float64" else columns
+def columns_per_thread(x_name: str) -> int:
+    """Of the direct and split routes, and of small rows in the staged one."""
+    return 8 if x_name == "float64" else 16
 
 
 def staged_max_threads(x_name: str, vector: bool) -> int:
     """kMaxThreads of backward_staged.cu: what leaves a thread the registers that it needs."""
-    return 256 if x_name == "float64" else 8192 // columns_per_thread(x_name, "staged", vector)
+    return 256 if x_name == "float64" or vector else 512
 
 
 def vector_width(*names: str) -> int:
@@ -116,20 +124,17 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
     """Choose the backward kernels; `aligned` says that every row of x, dy and dx starts at a multiple of 16 bytes."""
     x, dy = problem.x_dtype.name, _name(problem.dy_dtype)
     vector = vector_width(x, dy) if aligned and problem.columns % vector_width(x, dy) == 0 else 1
-    definitions = _backward_definitions(problem.norm, x, dy, problem.want_db, vector > 1, _reserved_of(problem))
-    per_thread = columns_per_thread(x, "direct", vector > 1)
+    definitions = _backward_definitions(problem.norm, x, dy, _sums_db(problem), vector > 1, _reserved_of(problem))
+    per_thread = columns_per_thread(x)
     outer_bytes = _column_sums_bytes(problem, per_thread)
 
+    if device.has_clusters and (staged := _staged(problem, vector > 1, definitions, device)):
+        return staged
     if problem.columns <= WARP * per_thread:
-        lanes = _power_of_two_at_least(_divide_up(problem.columns, per_thread if vector > 1 else 1), WARP)
-        return _direct(problem, definitions, SMALL_BLOCK, lanes)
-    if device.has_clusters and x == dy:
-        staged = _staged(problem, vector, definitions, device)
-        if staged is not None:
-            return staged
+        return _direct(problem, definitions, SMALL_BLOCK, _lanes(problem.columns, per_thread, vector > 1))
     threads = _whole_warps(_divide_up(problem.columns, per_thread))
     fits = outer_bytes * threads + STATIC_SHARED_BYTES <= device.shared_bytes
-    if fits and threads <= direct_max_threads(x, dy, vector > 1):
+    if fits and threads <= DIRECT_MAX_THREADS[vector > 1][-1]:
         return _direct(problem, definitions, threads, threads)
     slab = SPLIT_THREADS * per_thread
     return BackwardConfig(
@@ -143,16 +148,11 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
     )
 
 
-def direct_max_threads(x: str, dy: str, vector: bool) -> int:
-    """kMaxThreads of backward_direct.cu."""
-    return 512 if vector and ITEMSIZE[x] == ITEMSIZE[dy] == 2 else 256
-
-
 def _direct(problem: NormProblem, definitions: tuple[str, ...], threads: int, group: int) -> BackwardConfig:
-    per_thread = columns_per_thread(problem.x_dtype.name, "direct", "-DVECTOR=1" in definitions)
+    per_thread = columns_per_thread(problem.x_dtype.name)
     return BackwardConfig(
         route="direct",
-        definitions=(*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}"),
+        definitions=(*definitions, *_direct_definitions(per_thread, threads, "-DVECTOR=1" in definitions)),
         threads=threads,
         group_threads=group,
         slab_columns=problem.columns,
@@ -161,36 +161,57 @@ def _direct(problem: NormProblem, definitions: tuple[str, ...], threads: int, gr
     )
 
 
+def _direct_definitions(per_thread: int, threads: int, vector: bool) -> tuple[str, str]:
+    max_threads = next(most for most in DIRECT_MAX_THREADS[vector] if threads <= most)
+    return f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DMAX_THREADS={max_threads}"
+
+
 def _column_sums_bytes(problem: NormProblem, per_thread: int) -> int:
     """Shared memory that each thread needs for the second level of dw and db."""
-    return per_thread * compute_itemsize(problem.x_dtype.name) * (2 if problem.want_db else 1)
+    return per_thread * compute_itemsize(problem.x_dtype.name) * (2 if _sums_db(problem) else 1)
 
 
-def _staged(problem: NormProblem, vector: int, definitions: tuple[str, ...], device: Device) -> BackwardConfig | None:
+def _sums_db(problem: NormProblem) -> bool:
+    """Whether the kernels sum db. Where x and dy differ in type, in any case: it halves the number of such kernels."""
+    return problem.want_db or problem.x_dtype != problem.dy_dtype
+
+
+def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], device: Device) -> BackwardConfig | None:
     """The smallest cluster whose blocks have room for a ring of enough rows; None where not even the largest has.
 
-    Blocks of 128 threads, two on a multiprocessor, where a row leaves room for that, else one block: on an H200 at
-    400 MB of data, N=1024, bfloat16, two blocks of 128 threads took 110 us (RMSNorm) and 112 us (LayerNorm), one of
-    256 took 113 and 116. At N=8192, 16384 and 65536 no larger cluster than the smallest was over 1% faster.
+    At N=8192, 16384 and 65536 no larger cluster than the smallest was over 1% faster.
     """
-    name = problem.x_dtype.name
-    per_thread = columns_per_thread(name, "staged", vector > 1)
-    max_threads = staged_max_threads(name, vector > 1)
-    outer_bytes = _column_sums_bytes(problem, per_thread)
+    name, dy_name = problem.x_dtype.name, _name(problem.dy_dtype)
+    width = vector_width(name, dy_name) if vector else 1
+    contiguous = problem.x_row_stride == problem.dy_row_stride == problem.columns  # what a copy of several rows needs
+    small = problem.columns <= WARP * columns_per_thread(name)
+    if small and not contiguous:
+        return None
     free_bytes = device.shared_bytes - (REDUCTION_SHARED_BYTES if device.overlaps_launches else 0)
     for cluster in CLUSTERS:
-        slab = _divide_up(_divide_up(problem.columns, cluster), vector) * vector
-        group = _whole_warps(_divide_up(slab, per_thread))
-        if cluster > device.largest_cluster or group > max_threads or (cluster - 1) * slab >= problem.columns:
+        slab = _divide_up(_divide_up(problem.columns, cluster), width) * width
+        if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
             continue
-        groups = max(1, STAGED_THREADS // group) if cluster == 1 else 1
+        if small:
+            per_thread, group = columns_per_thread(name), _lanes(slab, columns_per_thread(name), vector)
+        else:
+            per_thread, group = _staged_group(slab, _staged_choice(name, dy_name, vector, cluster))
+        max_threads = staged_max_threads(name, vector)
+        if group > max_threads:
+            continue
+        block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
+        groups = max(1, block_threads // group) if cluster == 1 and contiguous else 1
         threads = groups * group
-        row_bytes = 2 * _divide_up(slab * ITEMSIZE[name] + (0 if vector > 1 else 32), 128) * 128
-        static_bytes = 2560 + 4 * max_threads // WARP * cluster * 2 * compute_itemsize(name)
-        for blocks in (2, 1) if cluster == 1 else (1,):
-            stages = (free_bytes // blocks - static_bytes - outer_bytes * threads) // (row_bytes * groups)
+        outer_bytes = _column_sums_bytes(problem, per_thread) * threads
+        step_bytes = sum(
+            _divide_up(groups * slab * ITEMSIZE[part] + (0 if vector else 32), 128) * 128 for part in (name, dy_name)
+        )
+        ring_bytes = STAGED_RING_BYTES if cluster < 8 else STAGED_LARGE_CLUSTER_RING_BYTES
+        for blocks in _blocks_to_try(STAGED_BLOCKS * block_threads // threads):
+            room = free_bytes // blocks - _staged_static_bytes(name, max_threads, cluster) - outer_bytes
+            stages = min(room // step_bytes, STAGED_MOST_STAGES)
             if stages >= STAGED_LEAST_STAGES:
-                stages = min(STAGED_STAGES, stages)
+                stages = min(stages, max(STAGED_LEAST_STAGES, ring_bytes // (blocks * step_bytes)))
                 return BackwardConfig(
                     route="staged",
                     definitions=(*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DCLUSTER={cluster}"),
@@ -200,9 +221,42 @@ def _staged(problem: NormProblem, vector: int, definitions: tuple[str, ...], dev
                     slabs=cluster,
                     cluster=cluster,
                     stages=stages,
-                    shared_bytes=outer_bytes * threads + row_bytes * groups * stages,
+                    # At least so much that no more blocks fit.
+                    shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // (blocks + 1)),
                 )
     return None
+
+
+def _staged_choice(x: str, dy: str, vector: bool, cluster: int) -> tuple[int, ...]:
+    """Columns a thread to choose from; rare combinations, of which there are many, have no choice."""
+    if not vector:
+        return (columns_per_thread(x),)
+    choices = STAGED_COLUMNS_PER_THREAD if x == dy and cluster <= 4 else STAGED_USUAL_COLUMNS_PER_THREAD
+    return choices["float64" if x == "float64" else "float32"]
+
+
+def _staged_group(slab: int, choice: tuple[int, ...]) -> tuple[int, int]:
+    """Columns a thread, and threads, for rows that take whole warps: the fewest warps that hold the row."""
+    if len(choice) > 1:
+        for warps, per_thread in product((1, 2, 4, 8), choice):
+            if slab <= warps * WARP * per_thread <= 8192:
+                return per_thread, warps * WARP
+    return choice[-1], _whole_warps(_divide_up(slab, choice[-1]))
+
+
+def _blocks_to_try(most: int) -> tuple[int, ...]:
+    """Blocks on a multiprocessor: as many as there should be, then half of that, and so on down to one."""
+    return tuple(max(1, most) >> halvings for halvings in range(max(1, most).bit_length()))
+
+
+def _staged_static_bytes(x_name: str, max_threads: int, cluster: int) -> int:
+    """What a block takes beside its dynamic shared memory: the system's kilobyte, and struct BlockState."""
+    return 1024 + 128 + max_threads // WARP * (32 + 8 * cluster * compute_itemsize(x_name))
+
+
+def _lanes(columns: int, per_thread: int, vector: bool) -> int:
+    """Neighbouring threads of a warp that share a row; single columns are spread over as many as there are."""
+    return _power_of_two_at_least(_divide_up(columns, per_thread if vector else 1), WARP)
 
 
 def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: int) -> int:
@@ -235,9 +289,24 @@ def sums_walkers(config: BackwardConfig, problem: NormProblem, device: Device) -
     return max(1, min(problem.rows, _divide_up(8 * device.multiprocessors, config.slabs)))
 
 
-def partials_threads(rows: int) -> int:
-    """Threads of a block of the final reduction: few enough to fit beside the kernel before, where rows are few."""
-    return 256 if rows <= 160 else 1024
+def partial_row_stride(columns: int) -> int:
+    """Elements from one partial row to the next: partial_row_stride of partials.cuh."""
+    return _divide_up(columns, 4) * 4
+
+
+@dataclass(frozen=True)
+class ReductionConfig:
+    """How the final reduction runs: see partials.cu."""
+
+    threads: int
+    row_threads: int
+    columns: int  # of a block
+
+
+def reduction_config(rows: int) -> ReductionConfig:
+    """A few partial rows a thread, all on their way at once; blocks that fit beside those of the kernel before."""
+    row_threads = max(1, min(32, _power_of_two_at_least(rows // 4 + 1, 32)))
+    return ReductionConfig(threads=256, row_threads=row_threads, columns=256 // row_threads * 4)
 
 
 def forward_config(problem: NormProblem, aligned: bool) -> ForwardConfig:
@@ -245,9 +314,9 @@ def forward_config(problem: NormProblem, aligned: bool) -> ForwardConfig:
     x = problem.x_dtype.name
     vector = vector_width(x) if aligned and problem.columns % vector_width(x) == 0 else 1
     definitions = _forward_definitions(problem.norm, x, vector > 1, _reserved_of(problem))
-    per_thread = columns_per_thread(x, "direct", vector > 1)
+    per_thread = columns_per_thread(x)
     if problem.columns <= WARP * per_thread:
-        lanes = _power_of_two_at_least(_divide_up(problem.columns, per_thread if vector > 1 else 1), WARP)
+        lanes = _lanes(problem.columns, per_thread, vector > 1)
         return ForwardConfig("forward_direct", definitions, SMALL_BLOCK, lanes)
     threads = _whole_warps(_divide_up(problem.columns, per_thread))
     max_threads = forward_max_threads(vector > 1)
@@ -284,15 +353,24 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
     for norm, x, dy, want_db, vector in product(
         ("rmsnorm", "layernorm"), FLOAT_NAMES, FLOAT_NAMES, (False, True), (False, True)
     ):
+        if x != dy and not want_db:
+            continue
         definitions = _backward_definitions(norm, x, dy, want_db, vector)
-        direct = (*definitions, f"-DCOLUMNS_PER_THREAD={columns_per_thread(x, 'direct', vector)}")
-        yield Variant("backward_direct.cu", ("backward_direct",), direct)
-        yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), direct)
-        if device.has_clusters and x == dy:
-            staged = (*definitions, f"-DCOLUMNS_PER_THREAD={columns_per_thread(x, 'staged', vector)}")
-            for cluster in CLUSTERS:
-                if cluster <= device.largest_cluster:
-                    yield Variant("backward_staged.cu", ("backward_staged",), (*staged, f"-DCLUSTER={cluster}"))
+        for threads in DIRECT_MAX_THREADS[vector][: 1 if device.has_clusters else None]:
+            direct = (*definitions, *_direct_definitions(columns_per_thread(x), threads, vector))
+            yield Variant("backward_direct.cu", ("backward_direct",), direct)
+        split = (*definitions, f"-DCOLUMNS_PER_THREAD={columns_per_thread(x)}")
+        yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), split)
+        if device.has_clusters:
+            choices = {(columns_per_thread(x), 1)} | {
+                (per_thread, cluster)
+                for cluster in CLUSTERS
+                for per_thread in _staged_choice(x, dy, vector, cluster)
+                if cluster <= device.largest_cluster
+            }
+            for per_thread, cluster in sorted(choices):
+                staged = (*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DCLUSTER={cluster}")
+                yield Variant("backward_staged.cu", ("backward_staged",), staged)
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
         yield Variant("forward.cu", ("forward_direct", "forward_swept"), _forward_definitions(norm, x, vector))
     for compute_name in ("float32", "float64"):
