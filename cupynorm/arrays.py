@@ -1,17 +1,20 @@
 """What came in, and how it goes back: frameworks, devices, DLPack.
 
-`receive` looks at every array argument of a call once. NumPy arrays stay as they are, CuPy arrays stay as they
-are, and arrays of any other framework are imported through DLPack without a copy: host memory as NumPy arrays,
-CUDA memory as CuPy arrays. The `Frame` that it returns makes outputs and hands results back.
+NumPy arrays and CuPy arrays stay as they are, arrays of any other framework are imported through DLPack without a copy.
+`way_in` finds, from the type of a call's x, who looks at its arrays: `Host` for NumPy's, `Device` for CuPy's, `Foreign`
+for others. The look tells what the plan of the call depends on from what a backend works on. `Host` and `Device` also
+make arrays, and know what differs between the two kinds of memory.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
+import operator
 import sys
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -23,22 +26,114 @@ IMMUTABLE_FRAMEWORKS = ("jax", "tensorflow")
 _DEFAULT_STREAMS = (0, 1)  # the legacy default stream cannot be captured
 
 Array = Any  # numpy.ndarray or cupy.ndarray: the two share the interface that is used here
+Layout = tuple[Any, ...]  # the fields of a problem.ArraySpec, the first of them at least
+
+# What a look at a call's arrays tells, in the order in which they were given, None where there is none:
+# their layouts; the operands, which a backend works on (NumPy arrays; addresses of device memory, 0 for None); what
+# keeps the memory alive, of which `array` makes a NumPy or CuPy array; and what turns a result into an array of
+# the caller's framework, where that is another one. A plain tuple: it is made on every call.
+Arrived = tuple[tuple[Layout | None, ...], list[Any], Sequence[Any], Callable[[Array], Any] | None]
+# Takes the arrays, what error messages call them, and the position of the first that is written into.
+Look = Callable[[Sequence[Any], Sequence[str], int], Arrived]
 
 
-@dataclass(frozen=True)
-class Frame:
-    """Where one call's arrays live and what the caller wants back."""
+@functools.lru_cache(maxsize=256)
+def way_in(kind: type) -> Look:
+    """Who looks at the arrays of a call whose x is of this type. Raises TypeError where that is no array.
 
-    xp: Any  # numpy or cupy
-    device: int | None  # the CUDA device, None on the host
-    from_dlpack: Callable[[Any], Any] | None = None  # the foreign framework's importer, None for NumPy and CuPy
-    foreign_dtypes: Mapping[np.dtype[Any], Any] = field(default_factory=dict)
+    A look raises TypeError for anything that is not an array, for arrays of different frameworks, and for foreign
+    arrays on different devices; ValueError for a foreign array whose element type is unknown here, or that is to be
+    written into and immutable.
+    """
+    if issubclass(kind, np.ndarray):
+        return Host().look
+    cupy = sys.modules.get("cupy")  # an array of CuPy's cannot exist before CuPy is imported
+    if cupy is not None and issubclass(kind, cupy.ndarray):
+        return device_home().look
+    if not _is_array(kind):
+        raise _not_an_array("x", kind)
+    return Foreign(kind).look
 
-    def device_scope(self) -> AbstractContextManager[Any]:
-        """Makes the arrays' device the current one."""
-        if self.device is None or self.xp.cuda.runtime.getDevice() == self.device:
-            return nullcontext()
-        return self.xp.cuda.Device(self.device)  # type: ignore[no-any-return]
+
+class Host:
+    """NumPy's memory."""
+
+    absent = None  # the operand for an array that is not there
+    empty = staticmethod(np.empty)
+    contiguous = staticmethod(np.ascontiguousarray)
+
+    def look(self, arrays: Sequence[Any], labels: Sequence[str], written: int) -> Arrived:
+        layouts: list[Layout | None] = []
+        for array in arrays:
+            if array is None:
+                layouts.append(None)
+            elif isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
+                layouts.append((array.shape, array.strides, array.dtype, None, 0, not array.flags.writeable))
+            else:
+                raise _stranger(labels[len(layouts)], type(array), "numpy.ndarray")
+        return tuple(layouts), list(arrays), arrays, None
+
+    def operand(self, array: Array) -> Array:
+        return array
+
+    def array(self, view: Any, device: int | None) -> Array:
+        return view
+
+    def addresses(self, operands: Sequence[Array | None]) -> Sequence[int]:
+        return [0 if array is None else array.__array_interface__["data"][0] for array in operands]
+
+    def scope(self, device: int | None) -> None:
+        """The host is always current."""
+
+    def temporaries(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+
+class Device:
+    """CUDA memory, as CuPy manages it."""
+
+    absent = 0
+    operand = staticmethod(operator.attrgetter("data.ptr"))
+
+    def __init__(self) -> None:
+        self.cupy: Any = importlib.import_module("cupy")
+        self.empty = _maker_of(self.cupy)
+        self.contiguous = self.cupy.ascontiguousarray
+        self._kind = self.cupy.ndarray
+        self._current_device = self.cupy.cuda.runtime.getDevice
+
+    def look(self, arrays: Sequence[Any], labels: Sequence[str], written: int) -> Arrived:
+        kind = self._kind
+        layouts: list[Layout | None] = []
+        addresses = []
+        for array in arrays:
+            if array is None:
+                layouts.append(None)
+                addresses.append(0)
+            elif isinstance(array, kind):
+                data = array.data
+                address = data.ptr
+                layouts.append((array.shape, array.strides, array.dtype, data.device_id, address & 15))
+                addresses.append(address)
+            else:
+                raise _stranger(labels[len(layouts)], type(array), "cupy.ndarray")
+        return tuple(layouts), addresses, arrays, None
+
+    def array(self, view: Any, device: int) -> Array:
+        return dlpack.as_cupy(view, device) if isinstance(view, dlpack.Imported) else view
+
+    def addresses(self, operands: Sequence[int]) -> Sequence[int]:
+        return operands
+
+    def scope(self, device: int) -> AbstractContextManager[Any] | None:
+        """What makes the device the current one; None where it is already."""
+        if self._current_device() == device:
+            return None
+        return self.cupy.cuda.Device(device)  # type: ignore[no-any-return]
+
+    def current_stream(self) -> int:
+        """The pointer of CuPy's current stream, 1 for the legacy default stream, which CuPy holds as 0."""
+        return self.cupy.cuda.get_current_stream().ptr or 1
 
     def temporaries(self) -> AbstractContextManager[Any]:
         """For what lives no longer than the call.
@@ -46,101 +141,154 @@ class Frame:
         While the stream is captured into a graph, such memory must belong to the graph: CuPy's pool would hand it to
         others before the graph runs.
         """
-        if self.device is None:
-            return nullcontext()
-        stream = self.xp.cuda.get_current_stream()
-        if stream.ptr in _DEFAULT_STREAMS or not stream.is_capturing():
-            return nullcontext()
-        return self.xp.cuda.using_allocator(self.xp.cuda.malloc_async)  # type: ignore[no-any-return]
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        return self.xp.empty(shape, dtype)
-
-    def contiguous(self, array: Array) -> Array:
-        return self.xp.ascontiguousarray(array)
-
-    def give_back(self, array: Array | None) -> Any:
-        """The array in the caller's framework. The framework's current stream waits for the work on CuPy's."""
-        if array is None or self.from_dlpack is None:
-            return array
-        if self.device is None and array.dtype.name == "bfloat16":
-            # NumPy cannot export bfloat16: the bits travel as uint16 and the framework names them again.
-            return self.from_dlpack(array.view(np.uint16)).view(self.foreign_dtypes[array.dtype])
-        return self.from_dlpack(array)
+        cuda = self.cupy.cuda
+        if is_capturing(cuda.get_current_stream()):
+            return cuda.using_allocator(cuda.malloc_async)  # type: ignore[no-any-return]
+        return contextlib.nullcontext()
 
 
-def receive(arguments: Mapping[str, Any], written: Collection[str] = ()) -> tuple[Frame, dict[str, Any]]:
-    """Sort out one call's array arguments, given by name, `x` first; None stands for an absent one.
+def _maker_of(cupy: Any) -> Callable[[tuple[int, ...], np.dtype[Any]], Array]:
+    """cupy.empty. Where CuPy is known, its own two steps, without the calls around them that take as long again."""
+    kind = cupy.ndarray
+    base = kind.__mro__[1]
+    if not cupy.__version__.startswith("14.") or not hasattr(base, "_init"):
+        return kind  # type: ignore[no-any-return]
+    new = base.__new__
 
-    `written` names those that the call writes into. Raises TypeError for anything that is not an array, for arrays of
-    different frameworks and for arrays on different devices; ValueError for a foreign array whose element type is
-    unknown here, or that is to be written into and immutable.
+    def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        array = new(kind)
+        array._init(shape, dtype)
+        return array
+
+    return empty
+
+
+device_home = functools.cache(Device)
+
+
+def home_of(device: int | None) -> Host | Device:
+    return Host() if device is None else device_home()
+
+
+def is_capturing(stream: Any) -> bool:
+    """Whether the stream (CuPy's) is being captured into a graph."""
+    return stream.ptr not in _DEFAULT_STREAMS and stream.is_capturing()
+
+
+class Foreign:
+    """Arrays of another framework, through DLPack.
+
+    On a CUDA device CuPy's current stream waits for the producer's before the work, and the framework's current stream
+    for CuPy's after it, as the protocol lays down. Where the two are one stream, there is nothing to wait for.
     """
-    x = arguments["x"]
-    given = {name: value for name, value in arguments.items() if value is not None}
-    if "x" not in given:
-        raise _not_an_array("x", x)
-    if isinstance(x, np.ndarray):
-        _require_all(given, np.ndarray, "numpy.ndarray")
-        return Frame(np, None), dict(arguments)
-    if _is_cupy(x):
-        import cupy
 
-        _require_all(given, cupy.ndarray, "cupy.ndarray")
-        for name, value in given.items():
-            if value.device.id != x.device.id:
-                raise _mixed_devices(name, f"cuda:{value.device.id}", f"cuda:{x.device.id}")
-        return Frame(cupy, x.device.id), dict(arguments)
-    return _receive_foreign(arguments, given, written)
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+        self._framework = _framework(kind)
+        self._exchange = dlpack.exchange_of(kind)
+
+    def look(self, arrays: Sequence[Any], labels: Sequence[str], written: int) -> Arrived:
+        if self._exchange is not None and written == len(arrays):
+            arrived = self._look_quickly(self._exchange, arrays)
+            if arrived is not None:
+                return arrived
+        device = _device(arrays[0], "x")
+        if device is None:
+            return self._import(arrays, labels, written, None, None)
+        home = device_home()
+        with home.scope(device) or contextlib.nullcontext():
+            return self._import(arrays, labels, written, device, home.current_stream())
+
+    def _look_quickly(self, exchange: dlpack.Exchange, arrays: Sequence[Any]) -> Arrived | None:
+        """A call without out= on CUDA arrays of the current device, while the framework works on CuPy's current stream.
+
+        None for all others, and for arrays that only the way through capsules can refuse in the producer's own words.
+        """
+        layouts: list[Layout | None] = []
+        addresses = []
+        views: list[dlpack.Imported | None] = []
+        x_device = -1
+        for array in arrays:
+            if array is None:
+                layouts.append(None)
+                addresses.append(0)
+                views.append(None)
+                continue
+            if type(array) is not self._kind or getattr(array, "requires_grad", False):
+                return None
+            try:
+                view = exchange.read(array)
+            except Exception:
+                return None
+            kind, device = view.device
+            if kind not in dlpack.CUDA_DEVICES:
+                return None
+            if x_device < 0 and not self._shares_stream(exchange, x_device := device):
+                return None
+            layouts.append((view.shape, view.strides, view.dtype, device, view.pointer & 15))
+            addresses.append(view.pointer)
+            views.append(view)
+        return tuple(layouts), addresses, views, functools.partial(exchange.give, stream=-1)
+
+    @staticmethod
+    def _shares_stream(exchange: dlpack.Exchange, device: int) -> bool:
+        home = device_home()
+        return home.scope(device) is None and (exchange.current_stream(device) or 1) == home.current_stream()
+
+    def _import(
+        self, arrays: Sequence[Any], labels: Sequence[str], written: int, device: int | None, stream: int | None
+    ) -> Arrived:
+        x = arrays[0]
+        layouts: list[Layout | None] = []
+        views: list[dlpack.Imported | None] = []
+        for position, (value, label) in enumerate(zip(arrays, labels, strict=False)):
+            if value is None:
+                layouts.append(None)
+                views.append(None)
+                continue
+            if not _is_array(type(value)):
+                raise _not_an_array(label, type(value))
+            if _framework(type(value)) != self._framework:
+                raise _mixed_frameworks(label, type(value), _type_name(self._kind))
+            if value is not x and (own := _device(value, label)) != device:
+                raise mixed_devices(label, own, device)
+            try:
+                view = dlpack.import_from(value, stream)
+            except ImportError:
+                raise
+            except dlpack.UnsupportedType as error:
+                raise ValueError(f"{label}: {error}") from None
+            except Exception as error:  # whatever the producer raises: BufferError, RuntimeError, its own types
+                raise _no_export(value, label, error) from error
+            if position >= written and (view.read_only or self._framework in IMMUTABLE_FRAMEWORKS):
+                raise ValueError(f"{label}: {_type_name(type(value))} is read-only; a writable array is needed")
+            layouts.append((view.shape, view.strides, view.dtype, device, 0 if device is None else view.pointer & 15))
+            views.append(view)
+        importer = _importer(x, self._framework)
+        if device is not None:
+            return tuple(layouts), [0 if view is None else view.pointer for view in views], views, importer
+        host = [None if view is None else dlpack.as_numpy(view) for view in views]
+        dtypes = {view.dtype: getattr(value, "dtype", None) for value, view in zip(arrays, views, strict=True) if view}
+        return tuple(layouts), host, [*host], functools.partial(_give_back_from_host, importer, dtypes)
 
 
-def _receive_foreign(
-    arguments: Mapping[str, Any], given: Mapping[str, Any], written: Collection[str]
-) -> tuple[Frame, dict[str, Any]]:
-    for name, value in given.items():
-        if isinstance(value, np.generic) or not hasattr(type(value), "__dlpack__"):
-            raise _not_an_array(name, value)
-    x = given["x"]
-    framework = _framework(x)
-    device = _device(x, "x")
-    imported: dict[str, Any] = dict.fromkeys(arguments)
-    foreign_dtypes: dict[np.dtype[Any], Any] = {}
-    for name, value in given.items():
-        if _framework(value) != framework:
-            raise TypeError(
-                f"{name}: got {_type_name(value)}, but x is {_type_name(x)}; "
-                "all arrays of a call must come from one framework"
-            )
-        if (own := _device(value, name)) != device:
-            raise _mixed_devices(name, _device_name(own), _device_name(device))
-        try:
-            array, read_only = dlpack.as_numpy(value) if device is None else dlpack.as_cupy(value, device)
-        except ImportError:
-            raise
-        except dlpack.UnsupportedType as error:
-            raise ValueError(f"{name}: {error}") from None
-        except Exception as error:  # whatever the producer raises: BufferError, RuntimeError, its own types
-            raise TypeError(f"{name}: {_type_name(value)} cannot be exported through DLPack: {error}") from error
-        if name in written and (read_only or framework in IMMUTABLE_FRAMEWORKS):
-            raise ValueError(f"{name}: {_type_name(value)} is read-only; a writable array is needed")
-        imported[name] = array
-        foreign_dtypes[array.dtype] = getattr(value, "dtype", None)
-    xp = np if device is None else importlib.import_module("cupy")
-    return Frame(xp, device, _importer(x, framework), foreign_dtypes), imported
+def _give_back_from_host(importer: Callable[[Any], Any], dtypes: dict[np.dtype[Any], Any], array: Array) -> Any:
+    if array.dtype.name == "bfloat16":
+        # NumPy cannot export bfloat16: the bits travel as uint16 and the framework names them again.
+        return importer(array.view(np.uint16)).view(dtypes[array.dtype])
+    return importer(array)
 
 
-def _is_cupy(value: Any) -> bool:
-    cupy = sys.modules.get("cupy")  # an array of CuPy's cannot exist before CuPy is imported
-    return cupy is not None and isinstance(value, cupy.ndarray)
+# --- pieces -----------------------------------------------------------------------------------------------
 
 
-def _framework(value: Any) -> str:
+def _framework(kind: type) -> str:
     """The package that an array's class comes from; for a class derived from a framework's own, that framework."""
-    for kind in type(value).__mro__:
-        if "__dlpack__" in vars(kind):
-            root = kind.__module__.partition(".")[0]
+    for base in kind.__mro__:
+        if "__dlpack__" in vars(base):
+            root = base.__module__.partition(".")[0]
             return {"jaxlib": "jax"}.get(root, root)
-    return type(value).__module__.partition(".")[0]
+    return kind.__module__.partition(".")[0]
 
 
 def _importer(x: Any, framework: str) -> Callable[[Any], Any]:
@@ -148,50 +296,61 @@ def _importer(x: Any, framework: str) -> Callable[[Any], Any]:
     namespace = x.__array_namespace__() if hasattr(x, "__array_namespace__") else importlib.import_module(framework)
     importer: Callable[[Any], Any] | None = getattr(namespace, "from_dlpack", None)
     if importer is None:
-        raise TypeError(f"x: {_type_name(x)} exports DLPack, but {framework} has no from_dlpack to take results back")
+        raise TypeError(
+            f"x: {_type_name(type(x))} exports DLPack, but {framework} has no from_dlpack to take results back"
+        )
     return importer
 
 
-def _device(value: Any, name: str) -> int | None:
+def _device(value: Any, label: str) -> int | None:
     try:
         kind, ordinal = value.__dlpack_device__()
     except Exception as error:  # a torch tensor on the meta device, say
-        raise TypeError(f"{name}: {_type_name(value)} cannot be exported through DLPack: {error}") from error
+        raise _no_export(value, label, error) from error
     if kind in dlpack.CPU_DEVICES:
         return None
     if kind in dlpack.CUDA_DEVICES:
         return int(ordinal)
-    raise TypeError(f"{name}: got an array on DLPack device type {int(kind)}; host or CUDA memory is needed")
+    raise TypeError(f"{label}: got an array on DLPack device type {int(kind)}; host or CUDA memory is needed")
 
 
-def _require_all(given: Mapping[str, Any], kind: type, needed: str) -> None:
-    for name, value in given.items():
-        if isinstance(value, np.ma.MaskedArray):
-            raise TypeError(
-                f"{name}: got numpy.ma.MaskedArray, whose mask would be lost; a plain NumPy array is needed"
-            )
-        if not isinstance(value, kind):
-            if isinstance(value, np.generic) or not hasattr(type(value), "__dlpack__"):
-                raise _not_an_array(name, value)
-            raise TypeError(
-                f"{name}: got {_type_name(value)}, but x is {needed}; all arrays of a call must come from one framework"
-            )
+def _is_array(kind: type) -> bool:
+    return hasattr(kind, "__dlpack__") and not issubclass(kind, np.generic)
 
 
-def _not_an_array(name: str, value: Any) -> TypeError:
+def _stranger(label: str, kind: type, needed: str) -> TypeError:
+    """For an array that does not come from the framework of x, or that is none."""
+    if issubclass(kind, np.ma.MaskedArray):
+        return TypeError(f"{label}: got numpy.ma.MaskedArray, whose mask would be lost; a plain NumPy array is needed")
+    return _mixed_frameworks(label, kind, needed) if _is_array(kind) else _not_an_array(label, kind)
+
+
+def _mixed_frameworks(label: str, kind: type, needed: str) -> TypeError:
     return TypeError(
-        f"{name}: got {_type_name(value)}; a NumPy array, a CuPy array or an array with __dlpack__ is needed"
+        f"{label}: got {_type_name(kind)}, but x is {needed}; all arrays of a call must come from one framework"
     )
 
 
-def _mixed_devices(name: str, got: str, needed: str) -> TypeError:
-    return TypeError(f"{name}: is on {got}, but x is on {needed}; all arrays of a call must be on one device")
+def _not_an_array(label: str, kind: type) -> TypeError:
+    return TypeError(
+        f"{label}: got {_type_name(kind)}; a NumPy array, a CuPy array or an array with __dlpack__ is needed"
+    )
+
+
+def _no_export(value: Any, label: str, error: Exception) -> TypeError:
+    return TypeError(f"{label}: {_type_name(type(value))} cannot be exported through DLPack: {error}")
+
+
+def mixed_devices(label: str, got: int | None, needed: int | None) -> TypeError:
+    return TypeError(
+        f"{label}: is on {_device_name(got)}, but x is on {_device_name(needed)}; "
+        "all arrays of a call must be on one device"
+    )
 
 
 def _device_name(device: int | None) -> str:
     return "the host" if device is None else f"cuda:{device}"
 
 
-def _type_name(value: Any) -> str:
-    kind = type(value)
+def _type_name(kind: type) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}.{kind.__name__}"

@@ -1,184 +1,241 @@
-"""The way of every call: arrays in, one validated problem, a backend, arrays out."""
+"""The way of every call: arrays in, a plan, arrays out.
+
+A call's signature is all that it brings but addresses: the layout of each array (shape, strides, dtype, device,
+alignment) and the options. The first call with a signature is validated and becomes a `Plan`; later ones find it, and
+only ask what depends on addresses and on the moment: overlaps, the current device, the current stream.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from .arrays import Array, Frame, receive
+from .arrays import Array, Layout, home_of, mixed_devices, way_in
 from .problem import (
+    ArraySpec,
     BackwardOperands,
     ForwardOperands,
     Norm,
     NormProblem,
     backward_problem,
-    check_memory,
+    check_placement,
     forward_problem,
     gradient_names,
     out_sequence,
-    spec_of,
+    overlap,
+    possible_overlaps,
 )
 
 
-def backward(
-    norm: Norm,
-    x: Any,
-    w: Any,
-    dy: Any,
-    mean: Any,
-    rstd: Any,
-    *,
-    has_bias: bool,
-    weight_offset: float,
-    dresidual_out: Any,
-    output_mask: Sequence[bool] | None,
-    out: Any,
-    accumulate: bool,
-) -> tuple[Any, ...]:
-    """Both backward passes."""
-    names = gradient_names(has_bias)
-    labels = {name: f"out[{position}] ({name})" for position, name in enumerate(names)}
-    given = dict(zip(names, out_sequence(out, names), strict=True))
-    inputs = {"x": x, "w": w, "dy": dy, "mean": mean, "rstd": rstd, "dresidual_out": dresidual_out}
-    frame, arrays = receive(inputs | {labels[name]: array for name, array in given.items()}, labels.values())
-    outputs = {name: arrays.pop(labels[name]) for name in names}
-    problem = _remembered(
-        backward_problem,
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """One of the public functions: what its arrays are called, and how a call becomes a problem.
+
+    A call's arrays come in the order of `inputs` and then `outputs`, with None for one that is not there.
+    """
+
+    norm: Norm
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # all that it may return
+    options: tuple[str, ...]
+    validate: Callable[..., NormProblem]
+    returned: Callable[[Any], tuple[str, ...]]  # the outputs that a call returns, by its first option
+    labels: tuple[str, ...] = field(init=False)  # what error messages call the arrays
+
+    def __post_init__(self) -> None:
+        outputs = (f"out[{position}] ({name})" for position, name in enumerate(self.outputs))
+        object.__setattr__(self, "labels", (*self.inputs, *outputs))
+
+
+def backward_of(norm: Norm) -> Operation:
+    """`mean` is None for RMSNorm."""
+    return Operation(
         norm,
-        tuple([(name, spec_of(array)) for name, array in arrays.items()]),
-        tuple([spec_of(outputs.get(name)) for name in ("dx", "dw", "db")]),
-        has_bias=has_bias,
-        weight_offset=weight_offset,
-        output_mask=output_mask,
-        accumulate=accumulate,
+        inputs=("x", "w", "dy", "mean", "rstd", "dresidual_out"),
+        outputs=("dx", "dw", "db"),
+        options=("has_bias", "weight_offset", "output_mask", "accumulate"),
+        validate=backward_problem,
+        returned=gradient_names,
     )
-    check_memory(arrays, outputs, labels)
-    wanted = {"dx": problem.want_dx, "dw": problem.want_dw, "db": problem.want_db}
-    shapes = {"dx": (arrays["x"].shape, problem.x_dtype)}
-    for name in ("dw", "db"):
-        shapes[name] = ((problem.columns,), problem.parameter_dtype)
-    with frame.device_scope():
-        new = {name: frame.empty(*shapes[name]) for name in names if wanted[name] and outputs[name] is None}
-        with frame.temporaries():
-            work = _targets(frame, problem, wanted, shapes, outputs, new)
-            operands = BackwardOperands(**_inputs(frame, problem, arrays, "x w dy mean rstd"), **work)
-            _backend(frame).backward(problem, operands)
-            return _results(frame, names, work, outputs, given)
 
 
-def forward(
-    norm: Norm,
-    x: Any,
-    w: Any,
-    b: Any,
-    *,
-    eps: float,
-    weight_offset: float,
-    residual: Any,
-    out: Any,
-) -> tuple[Any, ...]:
-    """Both forward passes."""
-    names = ("y", "mean", "rstd") if norm == "layernorm" else ("y", "rstd")
-    labels = {name: f"out[{position}] ({name})" for position, name in enumerate(names)}
-    given = dict(zip(names, out_sequence(out, names), strict=True))
-    inputs = {"x": x, "w": w, "b": b, "residual": residual}
-    frame, arrays = receive(inputs | {labels[name]: array for name, array in given.items()}, labels.values())
-    outputs = {name: arrays.pop(labels[name]) for name in names}
-    problem = _remembered(
-        forward_problem,
+def forward_of(norm: Norm) -> Operation:
+    outputs = ("y", "mean", "rstd") if norm == "layernorm" else ("y", "rstd")
+    return Operation(
         norm,
-        tuple([(name, spec_of(array)) for name, array in arrays.items()]),
-        tuple([spec_of(outputs[name]) for name in names]),
-        eps=eps,
-        weight_offset=weight_offset,
+        inputs=("x", "w", "b", "residual"),
+        outputs=outputs,
+        options=("eps", "weight_offset"),
+        validate=forward_problem,
+        returned=lambda eps: outputs,
     )
-    check_memory(arrays, outputs, labels)
-    x_shape = arrays["x"].shape
-    shapes = {"y": (x_shape, problem.x_dtype)}
-    for name in ("mean", "rstd"):
-        shapes[name] = (x_shape[:-1], problem.compute_dtype)
-    with frame.device_scope():
-        new = {name: frame.empty(*shapes[name]) for name in names if outputs[name] is None}
-        with frame.temporaries():
-            wanted = {"y": True, "mean": norm == "layernorm", "rstd": True}
-            work = _targets(frame, problem, wanted, shapes, outputs, new)
-            operands = ForwardOperands(**_inputs(frame, problem, arrays, "x w b"), **work)
-            _backend(frame).forward(problem, operands)
-            return _results(frame, names, work, outputs, given)
 
 
-def _remembered(validate: Callable[..., NormProblem], *arguments: Any, **options: Any) -> NormProblem:
-    """The validated problem; the same call again finds it without validating again."""
-    if isinstance(mask := options.get("output_mask"), (tuple, list)):
-        options["output_mask"] = tuple(mask)
-        options["mask_types"] = tuple(map(type, mask))  # 1 equals True, but is none
+def run(operation: Operation, inputs: tuple[Any, ...], out: Any, *options: Any) -> tuple[Any, ...]:
+    """One call of a public function."""
+    if out is None:
+        targets: tuple[Any, ...] = ()
+    elif type(out) is tuple and 0 < len(out) <= len(operation.outputs):
+        targets = out  # has it as many entries as these options want? The plan asks
+    else:
+        targets = out_sequence(out, operation.returned(options[0]))
+    arrays = inputs + targets
+    look = way_in(type(inputs[0]))  # type: ignore[arg-type]  # types are hashable
+    layouts, operands, views, give_back = look(arrays, operation.labels, len(inputs))
     try:
-        return _validated(validate, *arguments, **options)
+        plan = plan_of(operation, layouts, *options)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-    options.pop("mask_types", None)
-    return validate(arguments[0], dict(arguments[1]), *arguments[2:], **options)
+        plan = None
+    if plan is None:  # an option that no signature can hold, such as an array: validation has the word for it
+        plan = plan_of.__wrapped__(operation, layouts, *options)
+    if targets and operands != plan.apart:
+        plan.check_overlaps(operands)
+    scope = plan.home.scope(plan.device)
+    if scope is None:
+        return plan.run(operands, views, targets, give_back)
+    with scope:
+        return plan.run(operands, views, targets, give_back)
 
 
-@functools.lru_cache(maxsize=4096, typed=True)
-def _validated(
-    validate: Callable[..., NormProblem], norm: Norm, arrays: Any, out: Any, *, mask_types: Any = None, **options: Any
-) -> NormProblem:
-    return validate(norm, dict(arrays), out, **options)
+@functools.lru_cache(maxsize=2048, typed=True)  # some 12 kB a plan; typed: 1 equals True, but is none
+def plan_of(operation: Operation, layouts: tuple[Layout | None, ...], *options: Any) -> Plan:
+    """The plan for a signature, once it has been found valid."""
+    specs = [None if layout is None else ArraySpec(*layout) for layout in layouts]
+    inputs, targets = specs[: len(operation.inputs)], specs[len(operation.inputs) :]
+    returned = operation.returned(options[0])
+    if targets:
+        out_sequence(targets, returned)
+    device = specs[0].device if specs[0] is not None else None
+    for spec, label in zip(specs, operation.labels, strict=False):
+        if spec is not None and spec.device != device:
+            raise mixed_devices(label, spec.device, device)
+    missing = (None,) * (len(operation.labels) - len(specs))
+    problem = operation.validate(
+        operation.norm,
+        dict(zip(operation.inputs, inputs, strict=True)),
+        (*targets, *missing),
+        **dict(zip(operation.options, options, strict=True)),
+    )
+    check_placement(operation.labels, specs, len(inputs))
+    return Plan(operation, problem, specs, len(returned))
 
 
-def _backend(frame: Frame) -> Any:
-    if frame.device is None:
+class Plan:
+    """Everything about a call that depends neither on addresses nor on the moment. It refers to no array."""
+
+    def __init__(
+        self, operation: Operation, problem: NormProblem, specs: Sequence[ArraySpec | None], returned: int
+    ) -> None:
+        x = specs[0]
+        assert x is not None
+        self.problem, self.device = problem, x.device
+        self.home: Any = home_of(x.device)
+        self.apart: Any = None  # operands among which no output overlaps anything: the same buffers often come again
+        self._operation, self._specs = operation, specs
+        first_output = len(operation.inputs)
+        self._overlaps = possible_overlaps(specs, first_output)
+        self._no_targets = [None] * returned
+        self._no_operands = [self.home.absent] * (len(operation.labels) - len(specs))
+        # For each result its position among the operands, its position among the results, its shape and dtype.
+        results = problem.results(x.shape)
+        places = {
+            name: (first_output + position, position, *results[name])
+            for position, name in enumerate(operation.outputs)
+            if name in results
+        }
+        self._new = [place for place in places.values() if place[0] >= len(specs) or specs[place[0]] is None]
+        self._stand_ins = [place for name, place in places.items() if name in problem.copies]
+        self._copied = [position for position, name in enumerate(operation.inputs) if name in problem.copies]
+        self._copies = bool(problem.copies)
+        self._work: Callable[..., None] = self._first_work
+
+    def check_overlaps(self, operands: list[Any]) -> None:
+        """Raise ValueError for an output that shares memory with an input or with another output."""
+        addresses = self.home.addresses(operands)
+        for output, other, least, most in self._overlaps:
+            if least < addresses[output] - addresses[other] < most:
+                one, another = self._specs[output], self._specs[other]
+                assert one is not None
+                assert another is not None
+                if overlap(one, addresses[output], another, addresses[other]):
+                    labels = self._operation.labels
+                    raise ValueError(
+                        f"{labels[output]}: overlaps {labels[other]} in memory; memory of its own is needed"
+                    )
+        self.apart = None if self.device is None else operands.copy()
+
+    def run(
+        self,
+        operands: list[Any],
+        views: Sequence[Any],
+        targets: tuple[Any, ...],
+        give_back: Callable[[Array], Any] | None,
+    ) -> tuple[Any, ...]:
+        """Make what is missing, do the work, hand back the results. The plan's device is the current one."""
+        home = self.home
+        results = [*targets] or self._no_targets.copy()
+        operands += self._no_operands
+        for operand, result, shape, dtype in self._new:
+            results[result] = array = home.empty(shape, dtype)
+            operands[operand] = home.operand(array)
+        if self._copies:
+            self._work_on_copies(operands, views)
+        else:
+            self._work(*operands)
+        if give_back is not None:
+            self._give_back(results, views, give_back)
+        return tuple(results)
+
+    def _work_on_copies(self, operands: list[Any], views: Sequence[Any]) -> None:
+        """Work on stand-ins for the operands whose rows do not lie at one stride."""
+        home, copies, stand_ins = self.home, [], []
+        with home.temporaries():
+            for operand in self._copied:
+                copies.append(home.contiguous(home.array(views[operand], self.device)))
+                operands[operand] = home.operand(copies[-1])
+            for operand, _, shape, dtype in self._stand_ins:
+                stand_ins.append(home.empty(shape, dtype))
+                operands[operand] = home.operand(stand_ins[-1])
+            self._work(*operands)
+            for (operand, *_), stand_in in zip(self._stand_ins, stand_ins, strict=True):
+                target = home.array(views[operand], self.device)
+                target[...] = stand_in.reshape(target.shape)
+
+    def _give_back(self, results: list[Any], views: Sequence[Any], give_back: Callable[[Array], Any]) -> None:
+        """The results in the caller's framework, whose current stream then waits for the work on CuPy's."""
+        for _, result, *_ in self._new:
+            results[result] = give_back(results[result])
+        if self.device is not None:
+            for view in views[len(self._operation.inputs) :]:
+                if view is not None:
+                    give_back(self.home.array(view, self.device))
+
+    def _first_work(self, *operands: Any) -> None:
+        """Finds the backend, where kernels are compiled: not before a call has passed all checks."""
+        self._work = self._host_work() if self.device is None else self._device_work()
+        self._work(*operands)
+
+    def _host_work(self) -> Callable[..., None]:
         from . import numpy_backend
 
-        return numpy_backend
-    from .cuda import launch
+        problem, names = self.problem, self._operation.inputs + self._operation.outputs
+        kind = BackwardOperands if problem.direction == "backward" else ForwardOperands
 
-    return launch
+        def work(*operands: Any) -> None:
+            backend: Any = getattr(numpy_backend, problem.direction)
+            backend(problem, kind(**dict(zip(names, operands, strict=True))))
 
+        return work
 
-def _inputs(frame: Frame, problem: NormProblem, arrays: dict[str, Array | None], names: str) -> dict[str, Any]:
-    return {name: frame.contiguous(arrays[name]) if name in problem.copies else arrays[name] for name in names.split()}
+    def _device_work(self) -> Callable[..., None]:
+        from .cuda import launch
 
-
-def _targets(
-    frame: Frame,
-    problem: NormProblem,
-    wanted: dict[str, bool],
-    shapes: dict[str, Any],
-    outputs: dict[str, Array | None],
-    new: dict[str, Array],
-) -> dict[str, Array | None]:
-    """What the backend writes into: a new array, the caller's, or a stand-in where it cannot work in the caller's."""
-    targets: dict[str, Array | None] = {}
-    for name, is_wanted in wanted.items():
-        if not is_wanted:
-            targets[name] = None
-        elif name in new:
-            targets[name] = new[name]
-        else:
-            targets[name] = frame.empty(*shapes[name]) if name in problem.copies else outputs[name]
-    return targets
-
-
-def _results(
-    frame: Frame,
-    names: tuple[str, ...],
-    work: dict[str, Array | None],
-    outputs: dict[str, Array | None],
-    given: dict[str, Any],
-) -> tuple[Any, ...]:
-    results = []
-    for name in names:
-        target = outputs[name]
-        if target is None:
-            results.append(frame.give_back(work[name]))
-            continue
-        if work[name] is not target:
-            target[...] = work[name].reshape(target.shape)  # type: ignore[union-attr]
-        # The exchange makes the caller's stream wait for the work; the object returned is the one given.
-        frame.give_back(target)
-        results.append(given[name])
-    return tuple(results)
+        offset = 0  # of what is read or written in vectors from multiples of 16 bytes; new arrays and copies have none
+        for spec, name in zip(self._specs, self._operation.inputs + self._operation.outputs, strict=False):
+            if spec is not None and name in ("x", "w", "b", "dy", "dx", "y") and name not in self.problem.copies:
+                offset |= spec.offset
+        return (launch.Backward if self.problem.direction == "backward" else launch.Forward)(self.problem, offset)

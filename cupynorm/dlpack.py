@@ -2,13 +2,18 @@
 
 NumPy's own ``from_dlpack`` refuses bfloat16 and CuPy's takes three times as long as the kernel launch
 that follows, so the capsule is read here: a producer's ``__dlpack__`` hands over a C struct (layout:
-https://dmlc.github.io/dlpack/latest/c_api.html) that names the memory, and the array built around it keeps
-the producer's memory alive until the array dies.
+https://dmlc.github.io/dlpack/latest/c_api.html) that names the memory. The struct stays the capsule's: whoever
+holds the capsule keeps the memory alive, and its destructor gives the memory back to the producer.
+
+Where a framework offers DLPack's table of C functions (`Exchange`), its arrays are read without the detour over Python
+methods and capsules, which takes several times as long as the work on them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,55 +22,23 @@ CPU_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost (page-locked host memory)
 CUDA_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 
+# DLTensor: data, device type, device id, ndim, dtype (code, bits, lanes), shape, strides, byte_offset
+_TENSOR = struct.Struct("P2i iBBH2PQ")
+# DLManagedTensorVersioned before its DLTensor: version (major, minor), manager_ctx, deleter, flags
+_HEADER = struct.Struct("2I2PQ")
+# DLPackExchangeAPI: version (major, minor), older table, allocator, managed tensor from object, object from managed
+# tensor, tensor from object, current stream
+_EXCHANGE = struct.Struct("2I6P")
 
-class _Device(ctypes.Structure):
-    _fields_ = [("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32)]
-
-
-class _DataType(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device", _Device),
-        ("ndim", ctypes.c_int32),
-        ("dtype", _DataType),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
-
-
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-class _Managed(ctypes.Structure):
-    _fields_ = [("tensor", _Tensor), ("manager_ctx", ctypes.c_void_p), ("deleter", _Deleter)]
-
-
-class _ManagedVersioned(ctypes.Structure):
-    _fields_ = [
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("manager_ctx", ctypes.c_void_p),
-        ("deleter", _Deleter),
-        ("flags", ctypes.c_uint64),
-        ("tensor", _Tensor),
-    ]
-
-
-_get_name = ctypes.pythonapi.PyCapsule_GetName
-_get_name.restype, _get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
 _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype, _get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
 _set_name = ctypes.pythonapi.PyCapsule_SetName
 _set_name.restype, _set_name.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
+_release = ctypes.pythonapi.Py_DecRef
+_release.restype, _release.argtypes = None, [ctypes.py_object]
 
-# PyCapsule_SetName keeps the pointer that it is given: these two must outlive every capsule.
-_USED = ctypes.c_char_p(b"used_dltensor")
-_USED_VERSIONED = ctypes.c_char_p(b"used_dltensor_versioned")
+_USED = ctypes.c_char_p(b"used_dltensor_versioned")  # a capsule keeps the pointer that it is given, so this must stay
 
 _IEEE_FLOAT, _BFLOAT = 2, 4  # kDLFloat, kDLBfloat
 _CODES = {0: "i", 1: "u", _IEEE_FLOAT: "f", 5: "c"}  # kDLInt, kDLUInt, kDLFloat, kDLComplex
@@ -82,23 +55,12 @@ class Imported(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in bytes
     dtype: np.dtype[Any]
+    device: tuple[int, int]  # type, number
     read_only: bool
     owner: object
 
 
-class _Owner:
-    """Calls the producer's deleter once nothing refers to the imported memory any more."""
-
-    __slots__ = ("__array_interface__", "_address", "_struct")
-
-    def __init__(self, struct: _Managed | _ManagedVersioned, address: int) -> None:
-        self._struct, self._address = struct, address
-
-    def __del__(self) -> None:
-        if self._struct.deleter:
-            self._struct.deleter(self._address)
-
-
+@functools.cache
 def _dtype_of(code: int, bits: int, lanes: int) -> np.dtype[Any]:
     if lanes == 1 and code == _BFLOAT and bits == 16:
         return bfloat16()
@@ -121,33 +83,45 @@ def bfloat16() -> np.dtype[Any]:
 
 
 def read(capsule: object) -> Imported:
-    """Take over a DLPack capsule, of the versioned or the older kind."""
-    name = _get_name(capsule)
-    versioned = name == b"dltensor_versioned"
-    address = _get_pointer(capsule, name)
-    if versioned:
-        struct: _Managed | _ManagedVersioned = _ManagedVersioned.from_address(address)
-        if struct.major != 1:  # a later layout may differ; the capsule stays its producer's to release
-            raise BufferError(f"DLPack version {struct.major}.{struct.minor}; version 1 is needed")
+    """What a DLPack capsule of the versioned or the older kind says; it holds while the capsule lives."""
+    flags = 0
+    try:
+        address = _get_pointer(capsule, b"dltensor_versioned")
+    except ValueError:
+        address = _get_pointer(capsule, b"dltensor")
     else:
-        struct = _Managed.from_address(address)
-    tensor = struct.tensor
-    shape = tuple(tensor.shape[: tensor.ndim])
-    dtype = _dtype_of(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)
-    if tensor.strides:
-        strides = tuple([stride * dtype.itemsize for stride in tensor.strides[: tensor.ndim]])
+        major, minor, _, _, flags = _unpack(_HEADER, address)
+        if major != 1:  # a later layout may differ
+            raise BufferError(f"DLPack version {major}.{minor}; version 1 is needed")
+        address += _HEADER.size
+    return _imported(_unpack(_TENSOR, address), bool(flags & _READ_ONLY), capsule)
+
+
+def _imported(tensor: tuple[int, ...], read_only: bool, owner: object) -> Imported:
+    data, device_type, device_id, ndim, code, bits, lanes, shape_at, strides_at, byte_offset = tensor
+    integers = _integers(ndim)
+    shape = _unpack(integers, shape_at) if ndim else ()
+    dtype = _dtype_of(code, bits, lanes)
+    itemsize = dtype.itemsize
+    if strides_at and ndim:
+        strides = tuple([stride * itemsize for stride in _unpack(integers, strides_at)])
     else:
-        strides = contiguous_strides(shape, dtype.itemsize)
-    # From here on the memory is ours to release: rename the capsule so that its destructor does not.
-    _set_name(capsule, _USED_VERSIONED if versioned else _USED)
-    return Imported(
-        pointer=(tensor.data or 0) + tensor.byte_offset,
-        shape=shape,
-        strides=strides,
-        dtype=dtype,
-        read_only=isinstance(struct, _ManagedVersioned) and bool(struct.flags & _READ_ONLY),
-        owner=_Owner(struct, address),
-    )
+        strides = contiguous_strides(shape, itemsize)
+    return Imported(data + byte_offset, shape, strides, dtype, (device_type, device_id), read_only, owner)
+
+
+def _unpack(layout: struct.Struct, address: int) -> tuple[Any, ...]:
+    return layout.unpack(_bytes(layout.size).from_address(address))
+
+
+@functools.cache
+def _bytes(size: int) -> Any:
+    return ctypes.c_char * size
+
+
+@functools.cache
+def _integers(count: int) -> struct.Struct:
+    return struct.Struct(f"{count}q")
 
 
 def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -160,51 +134,99 @@ def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]
     return tuple(reversed(strides))
 
 
-def capsule_from(obj: Any, stream: int | None) -> object:
-    """Ask a producer for its capsule; `stream` is the CUDA stream that must wait for the producer's work.
+def import_from(obj: Any, stream: int | None) -> Imported:
+    """A producer's array; `stream` is the CUDA stream that must wait for the producer's work, None on the host.
 
     The versioned protocol tells whether the memory is read-only; producers from before it take no max_version.
     """
     kwargs = {} if stream is None else {"stream": stream}
     try:
-        return obj.__dlpack__(max_version=(1, 0), **kwargs)
+        capsule = obj.__dlpack__(max_version=(1, 0), **kwargs)
     except TypeError:
-        return obj.__dlpack__(**kwargs)
+        capsule = obj.__dlpack__(**kwargs)
+    return read(capsule)
 
 
-def as_numpy(obj: Any) -> tuple[np.ndarray[Any, Any], bool]:
-    """A NumPy array over the memory of a host array of any framework, and whether the producer says read-only."""
-    imported = read(capsule_from(obj, None))
-    if imported.pointer == 0 or 0 in imported.shape:
-        return np.empty(imported.shape, imported.dtype), imported.read_only
-    owner = imported.owner
-    owner.__array_interface__ = {  # type: ignore[attr-defined]
-        "version": 3,
-        "data": (imported.pointer, imported.read_only),
-        "shape": imported.shape,
-        "strides": imported.strides,
-        # An opaque type of the right size, viewed as the real one: the interface has no name for bfloat16.
-        "typestr": f"|V{imported.dtype.itemsize}",
-    }
-    return np.asarray(owner).view(imported.dtype), imported.read_only
+class Exchange:
+    """A framework's table of C functions for its arrays, of the type that the table was found on.
 
-
-def as_cupy(obj: Any, device_id: int) -> tuple[Any, bool]:
-    """A CuPy array over the memory of a CUDA array of any framework, ordered after the producer's work.
-
-    And whether the producer says read-only, which a CuPy array cannot express.
-
-    CuPy's current stream on that device waits for the producer's stream, as the protocol lays down.
+    None of them waits for anything: that the framework's current stream is the one to work on is for the caller to see.
     """
+
+    def __init__(self, table: int) -> None:
+        _, _, _, _, _, from_managed, to_tensor, current_stream = _unpack(_EXCHANGE, table)
+        # These may raise Python exceptions, and are called with the GIL held.
+        self._to_tensor = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)(to_tensor)
+        self._from_managed = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(from_managed)
+        self._current_stream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int32, ctypes.c_void_p)(
+            current_stream
+        )
+
+    def read(self, array: Any) -> Imported:
+        """Where an array lies: it holds while the array lives."""
+        tensor = _bytes(_TENSOR.size)()
+        self._to_tensor(array, ctypes.byref(tensor))
+        return _imported(_TENSOR.unpack(tensor), False, array)
+
+    def current_stream(self, device_id: int) -> int:
+        """The framework's current stream on a CUDA device, 0 for the legacy default stream."""
+        stream = ctypes.c_void_p()
+        self._current_stream(CUDA_DEVICES[0], device_id, ctypes.byref(stream))
+        return stream.value or 0
+
+    def give(self, array: Any, **options: Any) -> Any:
+        """A NumPy or CuPy array as one of the framework's, over the same memory."""
+        capsule = array.__dlpack__(max_version=(1, 0), **options)
+        managed = _get_pointer(capsule, b"dltensor_versioned")
+        result = ctypes.py_object()
+        self._from_managed(managed, ctypes.byref(result))
+        _set_name(capsule, _USED)  # the memory is the framework's to release
+        given = result.value
+        _release(result)  # the reference that the framework has handed over
+        return given
+
+
+@functools.lru_cache(maxsize=256)
+def exchange_of(kind: type) -> Exchange | None:
+    """The table of C functions of an array type, where it has one of its own that is understood here."""
+    capsule = vars(kind).get("__dlpack_c_exchange_api__")
+    if capsule is None:
+        return None
+    table = _get_pointer(capsule, b"dlpack_exchange_api")
+    major, _, _, _, _, from_managed, to_tensor, current_stream = _unpack(_EXCHANGE, table)
+    return Exchange(table) if major == 1 and from_managed and to_tensor and current_stream else None
+
+
+class _Owner:
+    """The array interface of imported host memory, and what keeps that memory alive."""
+
+    def __init__(self, imported: Imported) -> None:
+        self.imported = imported
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (imported.pointer, imported.read_only),
+            "shape": imported.shape,
+            "strides": imported.strides,
+            # An opaque type of the right size, viewed as the real one: the interface has no name for bfloat16.
+            "typestr": f"|V{imported.dtype.itemsize}",
+        }
+
+
+def as_numpy(imported: Imported) -> np.ndarray[Any, Any]:
+    """A NumPy array over imported host memory."""
+    if imported.pointer == 0 or 0 in imported.shape:
+        return np.empty(imported.shape, imported.dtype)
+    return np.asarray(_Owner(imported)).view(imported.dtype)
+
+
+def as_cupy(imported: Imported, device_id: int) -> Any:
+    """A CuPy array over imported memory of a CUDA device, which is the current one."""
     import cupy
 
-    with cupy.cuda.Device(device_id):
-        pointer = cupy.cuda.get_current_stream().ptr
-        # The protocol names the legacy default stream 1; CuPy holds it as 0.
-        imported = read(capsule_from(obj, pointer if pointer else 1))
-        size = int(np.prod(imported.shape)) * imported.dtype.itemsize
-        if imported.pointer == 0 or size == 0:
-            return cupy.empty(imported.shape, imported.dtype), imported.read_only
-        memory = cupy.cuda.UnownedMemory(imported.pointer, size, imported.owner, device_id)
-        start = cupy.cuda.MemoryPointer(memory, 0)
-        return cupy.ndarray(imported.shape, imported.dtype, start, strides=imported.strides), imported.read_only
+    if imported.pointer == 0 or 0 in imported.shape:
+        return cupy.empty(imported.shape, imported.dtype)
+    extent = sum([abs(stride) * (n - 1) for n, stride in zip(imported.shape, imported.strides, strict=True)])
+    size = extent + imported.dtype.itemsize
+    memory = cupy.cuda.UnownedMemory(imported.pointer, size, imported.owner, device_id)
+    start = cupy.cuda.MemoryPointer(memory, 0)
+    return cupy.ndarray(imported.shape, imported.dtype, start, strides=imported.strides)

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import dispatch
+from .problem import plain_mask
+
+_BACKWARD, _FORWARD = dispatch.backward_of("layernorm"), dispatch.forward_of("layernorm")
 
 
 def layernorm_backward(
@@ -69,11 +72,10 @@ def layernorm_backward(
     The same inputs on the same GPU model give the same bits, and a row's dx does not depend on the rows beside it,
     where they lie in the same layout.
     """
-    return dispatch.backward(
-        "layernorm", x, w, dy, mean, rstd,
-        has_bias=has_bias, weight_offset=weight_offset, dresidual_out=dresidual_out,
-        output_mask=output_mask, out=out, accumulate=accumulate,
-    )  # fmt: skip
+    if output_mask is not None:
+        output_mask = plain_mask(output_mask, has_bias)
+    arrays = x, w, dy, mean, rstd, dresidual_out
+    return dispatch.run(_BACKWARD, arrays, out, has_bias, weight_offset, output_mask, accumulate)
 
 
 def layernorm_forward(
@@ -116,6 +118,4 @@ def layernorm_forward(
     TypeError, ValueError, NotImplementedError
         As in `layernorm_backward`.
     """
-    return dispatch.forward(
-        "layernorm", x, w, b, eps=eps, weight_offset=weight_offset, residual=residual, out=out
-    )  # fmt: skip
+    return dispatch.run(_FORWARD, (x, w, b, residual), out, eps, weight_offset)

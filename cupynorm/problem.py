@@ -2,8 +2,9 @@
 
 `backward_problem` and `forward_problem` take descriptions of the arrays, not the arrays: pure functions that need
 no GPU. What they return is frozen and says all that a backend may ask: sizes, dtypes, row strides, which
-outputs are wanted, which operands must be copied first because their rows do not lie at one stride. What only
-the memory itself can tell (read-only, overlapping) is checked by `check_memory`.
+outputs are wanted, which operands must be copied first because their rows do not lie at one stride.
+`check_placement` looks at where each array lies; whether an output overlaps another array is all that is left to ask
+once the addresses are known: `possible_overlaps` says of which pairs, `overlap` answers.
 
 Every error names the argument, what it got and what is needed.
 """
@@ -23,15 +24,14 @@ FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
 
 
 class ArraySpec(NamedTuple):
-    """What validation looks at: an array without its memory. Strides are in bytes."""
+    """What validation looks at: an array without its memory."""
 
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes
     dtype: np.dtype[Any]
-
-
-def spec_of(array: Any) -> ArraySpec | None:
-    return None if array is None else ArraySpec(array.shape, array.strides, array.dtype)
+    device: int | None = None  # the CUDA device, None on the host
+    offset: int = 0  # bytes from the last multiple of 16 to its start; on the host it does not matter and is 0
+    read_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,30 +81,44 @@ class NormProblem:
         """The dtype of dw and db."""
         return self.x_dtype if self.w_dtype is None else self.w_dtype
 
+    def results(self, x_shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Shape and dtype of each output that is wanted."""
+        if self.direction == "backward":
+            wanted = {"dx": self.want_dx, "dw": self.want_dw, "db": self.want_db}
+            parameter = x_shape[-1:], self.parameter_dtype
+            results = {"dx": (x_shape, self.x_dtype), "dw": parameter, "db": parameter}
+        else:
+            wanted = {"y": True, "mean": self.norm == "layernorm", "rstd": True}
+            statistic = x_shape[:-1], self.compute_dtype
+            results = {"y": (x_shape, self.x_dtype), "mean": statistic, "rstd": statistic}
+        return {name: result for name, result in results.items() if wanted[name]}
 
-@dataclass
+
+@dataclass(kw_only=True)
 class BackwardOperands:
-    """The arrays of a backward problem, on one device; x, dy and dx have rows at the problem's strides."""
+    """The arrays of a backward problem; x, dy and dx have rows at the problem's strides."""
 
     x: Any
     w: Any
     dy: Any
     mean: Any
     rstd: Any
+    dresidual_out: Any = None
     dx: Any
     dw: Any
     db: Any
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ForwardOperands:
-    """The arrays of a forward problem, on one device; x and y have rows at the problem's strides."""
+    """The arrays of a forward problem; x and y have rows at the problem's strides."""
 
     x: Any
     w: Any
     b: Any
+    residual: Any = None
     y: Any
-    mean: Any
+    mean: Any = None
     rstd: Any
 
 
@@ -247,34 +261,68 @@ def out_sequence(out: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(out)
 
 
-def check_memory(inputs: Mapping[str, Any], outputs: Mapping[str, Any], labels: Mapping[str, str]) -> None:
-    """Raise ValueError for memory that cannot be worked on.
+def plain_mask(mask: Any, has_bias: Any) -> tuple[bool, ...]:
+    """`output_mask`, checked, as a tuple of Python's own bools."""
+    names = gradient_names(has_bias)
+    if not isinstance(mask, (tuple, list)) or not all(isinstance(entry, (bool, np.bool_)) for entry in mask):
+        raise TypeError(f"output_mask: got {mask!r}; a tuple of bools for ({', '.join(names)}) is needed")
+    if len(mask) != len(names):
+        raise ValueError(f"output_mask: has {len(mask)} entries; one for each of ({', '.join(names)}) is needed")
+    return tuple(map(bool, mask))
 
-    That is an output that is read-only, or overlaps an input, another output or itself; and any array on a device
-    whose elements lie across their natural boundaries, where the hardware could not read them.
+
+def check_placement(labels: Sequence[str], specs: Sequence[ArraySpec | None], written: int) -> None:
+    """Raise ValueError for an array that cannot be worked on where it lies; those from `written` on are outputs.
+
+    That is an output that is read-only or overlaps itself, and any array on a device whose elements lie across
+    their natural boundaries, where the hardware could not read them.
     """
-    for name, array in (*inputs.items(), *outputs.items()):
-        if array is not None and not isinstance(array, np.ndarray) and address_of(array) % array.itemsize:
+    for position, (label, spec) in enumerate(zip(labels, specs, strict=False)):
+        if spec is None:
+            continue
+        itemsize = spec.dtype.itemsize
+        if spec.offset % itemsize:
             raise ValueError(
-                f"{labels.get(name, name)}: starts at address {address_of(array):#x}; "
-                f"a multiple of its element size, {array.itemsize}, is needed"
+                f"{label}: starts {spec.offset % itemsize} bytes past a multiple of its element size, {itemsize}; "
+                "such a multiple is needed"
             )
-    given = [name for name, array in outputs.items() if array is not None and array.size]
-    if not given:
-        return
-    others = {name: (array, _bounds(array)) for name, array in inputs.items() if array is not None and array.size}
-    for name in given:
-        array, label = outputs[name], labels[name]
-        if isinstance(array, np.ndarray) and not array.flags.writeable:
+        if position < written or 0 in spec.shape:
+            continue
+        if spec.read_only:
             raise ValueError(f"{label}: is read-only; a writable array is needed")
-        if _overlaps_itself(array):
-            raise ValueError(f"{label}: strides {array.strides} make its elements overlap each other")
-        low, high = _bounds(array)
-        for other_name, (other, (other_low, other_high)) in others.items():
-            if low < other_high and other_low < high and _overlap(array, other):
-                other_label = labels.get(other_name, other_name)
-                raise ValueError(f"{label}: overlaps {other_label} in memory; memory of its own is needed")
-        others[name] = array, (low, high)
+        if _overlaps_itself(spec):
+            raise ValueError(f"{label}: strides {spec.strides} make its elements overlap each other")
+
+
+class Pair(NamedTuple):
+    """An output and another array: they may overlap where `least` < address − other address < `most`."""
+
+    output: int
+    other: int
+    least: int
+    most: int
+
+
+def possible_overlaps(specs: Sequence[ArraySpec | None], written: int) -> tuple[Pair, ...]:
+    """The pairs that have to be told apart on every call, as positions among a call's arrays."""
+    reaches = {
+        position: _reach(spec) for position, spec in enumerate(specs) if spec is not None and 0 not in spec.shape
+    }
+    return tuple(
+        Pair(output, other, reaches[other][0] - reaches[output][1], reaches[other][1] - reaches[output][0])
+        for output in reaches
+        for other in reaches
+        if output >= written and other < output
+    )
+
+
+def overlap(a: ArraySpec, a_address: int, b: ArraySpec, b_address: int) -> bool:
+    """Whether two arrays share an element: exact, unless that takes too long to find out."""
+    most: Any = 100_000  # steps of the search
+    try:
+        return bool(np.shares_memory(_outline(a, a_address), _outline(b, b_address), max_work=most))
+    except RuntimeError:  # numpy's TooHardError, whose home differs between versions
+        return True
 
 
 # --- pieces -----------------------------------------------------------------------------------------------
@@ -342,14 +390,8 @@ def _output(
 
 def _output_mask(mask: Sequence[bool] | None, has_bias: bool) -> tuple[bool, bool, bool]:
     """Which of dx, dw, db are wanted."""
-    names = gradient_names(has_bias)
-    if mask is None:
-        return True, True, bool(has_bias)
-    if not isinstance(mask, (tuple, list)) or not all(isinstance(entry, (bool, np.bool_)) for entry in mask):
-        raise TypeError(f"output_mask: got {mask!r}; a tuple of bools for ({', '.join(names)}) is needed")
-    if len(mask) != len(names):
-        raise ValueError(f"output_mask: has {len(mask)} entries; one for each of ({', '.join(names)}) is needed")
-    return bool(mask[0]), bool(mask[1]), bool(has_bias and mask[2])
+    wanted = (True,) * len(gradient_names(has_bias)) if mask is None else plain_mask(mask, has_bias)
+    return wanted[0], wanted[1], wanted[2] if has_bias else False
 
 
 def _number(name: str, value: Any) -> float:
@@ -397,56 +439,38 @@ def _row_stride(name: str, spec: ArraySpec, copies: set[str]) -> int:
     return leading[-1][1] // itemsize if leading else columns
 
 
-def _bounds(array: Any) -> tuple[int, int]:
-    """The first byte of an array's memory and the one after its last."""
-    low = high = address_of(array)
-    for extent, stride in zip(array.shape, array.strides, strict=True):
+def _reach(spec: ArraySpec) -> tuple[int, int]:
+    """The first byte of an array's memory and the one after its last, counted from its first element."""
+    low, high = 0, spec.dtype.itemsize
+    for extent, stride in zip(spec.shape, spec.strides, strict=True):
         if stride < 0:
             low += (extent - 1) * stride
         else:
             high += (extent - 1) * stride
-    return low, high + int(array.itemsize)
-
-
-def address_of(array: Any) -> int:
-    """The address of an array's first element, in host or device memory."""
-    if isinstance(array, np.ndarray):
-        address: int = array.__array_interface__["data"][0]
-    else:
-        address = array.data.ptr
-    return address
-
-
-def _overlap(a: Any, b: Any) -> bool:
-    """Whether two arrays share an element: exact, unless that takes too long to find out."""
-    most: Any = 100_000  # steps of the search
-    try:
-        return bool(np.shares_memory(_outline(a), _outline(b), max_work=most))
-    except RuntimeError:  # numpy's TooHardError, whose home differs between versions
-        return True
+    return low, high
 
 
 class _Outline:
     """An array's place in memory, as NumPy's array interface describes it; the memory itself is never looked at."""
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, spec: ArraySpec, address: int) -> None:
         self.__array_interface__ = {
             "version": 3,
-            "data": (address_of(array), True),
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": f"|V{array.itemsize}",
+            "data": (address, True),
+            "shape": spec.shape,
+            "strides": spec.strides,
+            "typestr": f"|V{spec.dtype.itemsize}",
         }
 
 
-def _outline(array: Any) -> Any:
-    return np.asarray(_Outline(array))
+def _outline(spec: ArraySpec, address: int) -> Any:
+    return np.asarray(_Outline(spec, address))
 
 
-def _overlaps_itself(array: Any) -> bool:
+def _overlaps_itself(spec: ArraySpec) -> bool:
     """Whether two indices name the same element (by the sufficient test of nested strides)."""
-    axes = zip(array.shape, array.strides, strict=True)
-    reach = int(array.itemsize)
+    reach = spec.dtype.itemsize
+    axes = zip(spec.shape, spec.strides, strict=True)
     for stride, extent in sorted((abs(stride), extent) for extent, stride in axes if extent > 1):
         if stride < reach:
             return True

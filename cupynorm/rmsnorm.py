@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import dispatch
+from .problem import plain_mask
+
+_BACKWARD, _FORWARD = dispatch.backward_of("rmsnorm"), dispatch.forward_of("rmsnorm")
 
 
 def rmsnorm_backward(
@@ -66,11 +69,10 @@ def rmsnorm_backward(
     The same inputs on the same GPU model give the same bits, and a row's dx does not depend on the rows beside it,
     where they lie in the same layout.
     """
-    return dispatch.backward(
-        "rmsnorm", x, w, dy, None, rstd,
-        has_bias=has_bias, weight_offset=weight_offset, dresidual_out=dresidual_out,
-        output_mask=output_mask, out=out, accumulate=accumulate,
-    )  # fmt: skip
+    if output_mask is not None:
+        output_mask = plain_mask(output_mask, has_bias)
+    arrays = x, w, dy, None, rstd, dresidual_out
+    return dispatch.run(_BACKWARD, arrays, out, has_bias, weight_offset, output_mask, accumulate)
 
 
 def rmsnorm_forward(
@@ -113,6 +115,4 @@ def rmsnorm_forward(
     TypeError, ValueError, NotImplementedError
         As in `rmsnorm_backward`.
     """
-    return dispatch.forward(
-        "rmsnorm", x, w, b, eps=eps, weight_offset=weight_offset, residual=residual, out=out
-    )  # fmt: skip
+    return dispatch.run(_FORWARD, (x, w, b, residual), out, eps, weight_offset)

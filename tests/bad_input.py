@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import NORMS, backend_of
+from helpers import NORMS, replace_backend
 
 import cupynorm
 
@@ -98,11 +98,7 @@ def parameters(rows: list[Bad]) -> list[Any]:
 def forbid_work(monkeypatch: pytest.MonkeyPatch, xp: Any) -> None:
     """Reaching the backend is a failure."""
 
-    def reached(*arguments: Any) -> None:
-        pytest.fail("the backend ran")
-
-    for name in ("backward", "forward"):
-        monkeypatch.setattr(backend_of(xp), name, reached)
+    replace_backend(monkeypatch, xp, lambda *_: pytest.fail("the backend ran"))
 
 
 def assert_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -123,27 +124,48 @@ def host(array: Any) -> np.ndarray[Any, Any]:
     return array if isinstance(array, np.ndarray) else array.get()
 
 
-def backend_of(xp: Any) -> Any:
-    """The module whose `backward` and `forward` do the work for xp's arrays."""
-    return importlib.import_module("cupynorm.numpy_backend" if xp is np else "cupynorm.cuda.launch")
+def replace_backend(monkeypatch: Any, xp: Any, replacement: Any) -> None:
+    """Have xp's backend call `replacement(work, problem, operands)` instead of doing its work.
+
+    `work()` does it; `operands` has what the backend would work on, by name: arrays on the host, addresses on a device.
+    """
+    from cupynorm import dispatch, numpy_backend
+
+    def named(problem: Any, operands: tuple[int, ...]) -> SimpleNamespace:
+        operation = getattr(dispatch, f"{problem.direction}_of")(problem.norm)
+        return SimpleNamespace(**dict(zip(operation.inputs + operation.outputs, operands, strict=True)))
+
+    def on_host(function: Any) -> Any:
+        return lambda problem, operands: replacement(lambda: function(problem, operands), problem, operands)
+
+    def on_device(function: Any) -> Any:
+        def call(self: Any, *operands: int) -> None:
+            replacement(lambda: function(self, *operands), self.problem, named(self.problem, operands))
+
+        return call
+
+    if xp is np:
+        for name in ("backward", "forward"):
+            monkeypatch.setattr(numpy_backend, name, on_host(getattr(numpy_backend, name)))
+    else:
+        launch = importlib.import_module("cupynorm.cuda.launch")
+        for kind in (launch.Backward, launch.Forward):
+            monkeypatch.setattr(kind, "__call__", on_device(kind.__call__))
 
 
 def spy(monkeypatch: Any, xp: Any) -> list[tuple[Any, Any]]:
     """A list that gathers the (problem, operands) of every call which reaches xp's backend."""
     calls: list[tuple[Any, Any]] = []
-    module = backend_of(xp)
 
-    def watched(function: Any) -> Any:
-        def watch(problem: Any, operands: Any) -> Any:
-            calls.append((problem, operands))
-            return function(problem, operands)
+    def watch(work: Any, problem: Any, operands: Any) -> None:
+        calls.append((problem, operands))
+        work()
 
-        return watch
-
-    for name in ("backward", "forward"):
-        monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    replace_backend(monkeypatch, xp, watch)
     return calls
 
 
 def address(array: Any) -> int:
+    if isinstance(array, int):
+        return array
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr

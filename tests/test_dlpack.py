@@ -263,7 +263,7 @@ def test_the_producer_gets_its_memory_back() -> None:
     """Alive as long as the imported array, also when its own object is gone; released with it, exactly then."""
     source = np.arange(12, dtype=np.float32).reshape(3, 4)
     released = weakref.ref(source)
-    imported, _ = dlpack.as_numpy(Foreign(source))
+    imported = dlpack.as_numpy(dlpack.import_from(Foreign(source), None))
     part = imported[1:, 2:]
     del source, imported
     gc.collect()
@@ -331,3 +331,62 @@ def test_a_thousand_calls_leave_nothing_behind_on_the_device() -> None:
     for _ in range(1000):
         backward("rmsnorm", exported(torch, own))
     assert used() == before
+
+
+# --- the table of C functions that a framework may offer ---------------------------------------------------
+
+
+@pytest.fixture
+def exchange() -> Any:
+    torch = FRAMEWORKS["torch"]("cpu").torch
+    exchange = dlpack.exchange_of(torch.Tensor)
+    if exchange is None:
+        pytest.skip(f"torch {torch.__version__} offers no such table")
+    return exchange
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_table_says_what_a_capsule_says(exchange: Any, dtype: str) -> None:
+    torch = FRAMEWORKS["torch"]("cpu")
+    whole = torch.array(np.zeros((6, 4, 10), DTYPES[dtype]))
+    for tensor in (whole, whole[::2, 1:, 3:], whole[0, 0, 0], whole[:, :1], whole.transpose(0, 2), whole[:0]):
+        quick, slow = exchange.read(tensor), dlpack.import_from(tensor, None)
+        assert quick[:1] == (tensor.data_ptr(),)
+        assert (quick.shape, quick.dtype, quick.device) == (slow.shape, slow.dtype, slow.device)
+        if 0 in quick.shape:
+            continue
+        for extent, *strides in zip(quick.shape, quick.strides, slow.strides, strict=True):
+            assert extent == 1 or strides[0] == strides[1]
+
+
+def test_the_table_reports_what_it_cannot_describe(exchange: Any) -> None:
+    torch = FRAMEWORKS["torch"]("cpu").torch
+    for tensor in (torch.zeros(3, device="meta"), torch.eye(3).to_sparse()):
+        with pytest.raises(Exception, match=r"meta|storage"):
+            exchange.read(tensor)
+    with pytest.raises(dlpack.UnsupportedType):
+        exchange.read(torch.zeros(3, dtype=torch.bool))
+
+
+def test_arrays_given_through_the_table_are_released(exchange: Any) -> None:
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)[:, 1:]
+    released = weakref.ref(array)
+    tensor = exchange.give(array)
+    assert tensor.data_ptr() == address(array)
+    assert (tuple(tensor.shape), tensor.stride()) == ((3, 3), (4, 1))
+    assert sys.getrefcount(tensor) == 2
+    view = tensor[1:]
+    del array, tensor
+    gc.collect()
+    assert released() is not None
+    assert view.tolist() == [[5, 6, 7], [9, 10, 11]]
+    del view
+    gc.collect()
+    assert released() is None
+
+
+def test_only_types_with_a_table_of_their_own_are_read_by_it(exchange: Any) -> None:
+    torch = FRAMEWORKS["torch"]("cpu").torch
+    assert dlpack.exchange_of(torch.nn.Parameter) is None
+    assert dlpack.exchange_of(Foreign) is None
+    assert dlpack.exchange_of(np.ndarray) is None

@@ -107,7 +107,7 @@ def test_layouts(xp: Any, monkeypatch: Any, norm: str, dtype: str, layout: str, 
     if layout in IN_PLACE:
         for array, operand in ((x, operands.x), (dy, operands.dy), (dx, operands.dx)):
             assert address(array) == address(operand)
-            assert array.strides == operand.strides
+            assert xp is not np or array.strides == operand.strides
     # A fresh dx has x's shape whatever x's layout, and the same values.
     assert_close(norm, flat, backward(norm, mine, has_bias=True))
 

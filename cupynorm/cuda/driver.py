@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import sys
 import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import cupy
@@ -35,15 +37,29 @@ class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
     ]
 
 
-_OnePointer = ctypes.c_void_p * 1
+ReadyLaunch = tuple[_LaunchConfig, Callable[[], int]]
 
 _attributes_lock = threading.Lock()
 
 
-class Launch:
-    """One kernel with its grid, block, dynamic shared memory and attributes, ready to be launched with any arguments.
+class Arguments:
+    """The struct that a kernel takes by value, in memory that its launches read: addresses first, then what is fixed.
 
-    The kernel takes one struct by value. Immutable once made, so usable from several threads at once.
+    `layout` is that of the whole struct, as in Python's struct module; `fill` takes the addresses.
+    """
+
+    def __init__(self, layout: str, *fixed: Any) -> None:
+        size = struct.calcsize(layout)
+        addresses = len(struct.unpack(layout, bytes(size))) - len(fixed)
+        memory = ctypes.create_string_buffer(struct.pack(layout, *[0] * addresses, *fixed), size)
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
+        self.fill = functools.partial(struct.Struct(f"{addresses}P").pack_into, memory, 0)
+
+
+class Launch:
+    """One kernel with its block, dynamic shared memory and attributes. The kernel takes one struct by value.
+
+    Immutable once made, so usable from several threads at once.
     """
 
     def __init__(
@@ -56,7 +72,7 @@ class Launch:
         cluster: int = 1,
         overlaps_previous: bool = False,
     ) -> None:
-        _make_context_current()
+        make_context_current()
         self._kernel = kernel  # keeps the module loaded
         self._function = ctypes.c_void_p(kernel.kernel.ptr)
         with _attributes_lock:  # launches of one kernel with different needs share its attribute
@@ -72,22 +88,15 @@ class Launch:
         self._attributes = (_LaunchAttribute * len(attributes))(*attributes)
         self._config = _LaunchConfig((*grid, 1), (threads, 1, 1), shared_bytes, None, self._attributes, len(attributes))
 
-    def with_grid(self, x: int, y: int = 1) -> Launch:
-        """The same launch over another grid."""
-        other = object.__new__(Launch)
-        other.__dict__.update(self.__dict__)
-        other._config = _LaunchConfig.from_buffer_copy(self._config)
-        other._config.grid[:] = (x, y, 1)
-        return other
-
-    def __call__(self, arguments: bytes) -> None:
-        """Launch on CuPy's current stream."""
-        _make_context_current()
+    def ready(self, arguments: Arguments, x: int, y: int = 1) -> ReadyLaunch:
+        """The launch over a grid, reading these arguments; usable as long as both live, by one thread at a time."""
         config = _LaunchConfig.from_buffer_copy(self._config)
-        config.stream = cupy.cuda.get_current_stream().ptr
-        struct = ctypes.create_string_buffer(arguments, len(arguments))
-        pointers = _OnePointer(ctypes.addressof(struct))
-        _check(_library().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
+        config.grid[:] = (x, y, 1)
+        # Every object of the call is made here, once: that is half of what the call costs.
+        call = functools.partial(
+            _library().cuLaunchKernelEx, ctypes.byref(config), self._function, arguments.pointers, None
+        )
+        return config, call
 
     def blocks_at_once(self, multiprocessors: int) -> int:
         """How many blocks the whole device holds at the same time."""
@@ -105,10 +114,26 @@ class Launch:
         return max(1, clusters.value)
 
 
+def launch_all(launches: Iterable[ReadyLaunch], stream: int) -> None:
+    """Launch one after the other on a stream, given by its pointer."""
+    for config, call in launches:
+        config.stream = stream
+        if status := call():
+            _check(status)
+
+
+class PerThread(threading.local):
+    """What each thread has one of its own, made by `make` when the thread first asks for it, with a current context."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        make_context_current()
+        self.own = make()
+
+
 _thread = threading.local()
 
 
-def _make_context_current() -> None:
+def make_context_current() -> None:
     """The driver, unlike the runtime, does not make a context current in a thread that has none yet."""
     if not getattr(_thread, "has_context", False):
         runtime = cupy.cuda.runtime

@@ -1,175 +1,188 @@
-"""From a validated problem on CuPy arrays to kernel launches on the current stream."""
+"""From a validated problem to kernel launches on CuPy's current stream."""
 
 from __future__ import annotations
 
 import functools
-import struct
-from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import cupy
 import numpy as np
 
-from ..problem import BackwardOperands, ForwardOperands, NormProblem, address_of
+from ..arrays import is_capturing
+from ..problem import NormProblem
 from . import config as choose
-from .driver import Launch
+from .driver import Arguments, Launch, PerThread, ReadyLaunch, launch_all
 from .module import kernel
 
 # cudaDevAttr… ComputeCapabilityMajor, ComputeCapabilityMinor, MultiProcessorCount, MaxSharedMemoryPerBlockOptin
 _DEVICE_ATTRIBUTES = (75, 76, 16, 97)
 
+_PART_BYTES = 512  # what each part of a workspace is rounded up to, as CuPy's allocations are
+_alloc, _malloc_async = cupy.cuda.alloc, cupy.cuda.malloc_async
+_current_stream = cupy.cuda.get_current_stream
 
-def backward(problem: NormProblem, operands: BackwardOperands) -> None:
-    """Fill operands.dx, dw and db; those that are None are not written, nor reduced."""
-    if not (problem.want_dx or problem.want_dw or problem.want_db):
-        return
-    if problem.rows == 0:
-        for gradient in (operands.dw, operands.db):
-            if gradient is not None:
-                gradient.fill(0)
-        return
-    x, dy, dx = (_address(array) for array in (operands.x, operands.dy, operands.dx))
-    plan = _backward_plan(problem, _is_aligned(problem, x, dy, dx), cupy.cuda.runtime.getDevice())
-    config = plan.config
 
-    columns, compute = problem.columns, problem.compute_dtype
-    dw_partials = cupy.empty((plan.walkers, columns), compute) if problem.want_dw else None
-    db_partials = cupy.empty((plan.walkers, columns), compute) if problem.want_db else None
-    with_sums = config.route == "split" and problem.want_dx
-    sums = cupy.empty(problem.rows * config.slabs * 2, compute) if with_sums else None
-    arguments = struct.pack(
-        choose.BACKWARD_ARGUMENTS,
-        x,
-        dy,
-        _address(operands.w),
-        _address(operands.mean),
-        _address(operands.rstd),
-        dx,
-        _address(dw_partials),
-        _address(db_partials),
-        _address(sums),
-        problem.rows,
-        problem.x_row_stride,
-        problem.dy_row_stride,
-        problem.out_row_stride,
-        columns,
-        plan.w_code,
-        config.group_threads,
-        config.slab_columns,
-        config.stages,
-        config.slabs,
-    )
-    for launch in plan.kernels:
-        launch(arguments)
-    if problem.want_dw or problem.want_db:
-        plan.reduce(
-            struct.pack(
-                choose.PARTIALS_ARGUMENTS,
-                _address(dw_partials),
-                _address(db_partials),
-                _address(operands.dw),
-                _address(operands.db),
-                plan.walkers,
-                columns,
-                plan.parameter_code,
-            )
+class Backward:
+    """A backward problem on the current device, ready to run on any addresses.
+
+    `offset` has the bits in which the addresses of x, w, dy and dx differ from multiples of 16.
+    """
+
+    def __init__(self, problem: NormProblem, offset: int) -> None:
+        self.problem = problem
+        self._has_work = problem.rows > 0 and (problem.want_dx or problem.want_dw or problem.want_db)
+        if not self._has_work:
+            return
+        device = device_of(cupy.cuda.runtime.getDevice())
+        config = choose.backward_config(problem, _is_aligned(problem, offset), device)
+        split = config.route == "split"
+        main = _backward_launch(config, "backward_split_apply" if split else f"backward_{config.route}")
+        if config.cluster == 1:
+            at_once = main.blocks_at_once(device.multiprocessors)
+        else:
+            at_once = choose.clusters_at_once(main.clusters_at_once(), config.cluster, device)
+        walkers = choose.partial_rows(config, problem, at_once)
+
+        itemsize = problem.compute_dtype.itemsize
+        partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize
+        self._workspace = _Workspace(
+            partials_bytes if problem.want_dw else 0,
+            partials_bytes if problem.want_db else 0,
+            problem.rows * config.slabs * 2 * itemsize if split and problem.want_dx else 0,
         )
 
+        # The kernels and their grids.
+        kernels = [(main, (config.slabs, walkers) if split else (walkers * config.cluster, 1))]
+        if split and problem.want_dx:
+            sums_walkers = choose.sums_walkers(config, problem, device)
+            kernels.insert(0, (_backward_launch(config, "backward_split_sums"), (config.slabs, sums_walkers)))
+        reduction = choose.reduction_config(walkers)
+        reductions = []
+        if problem.want_dw or problem.want_db:
+            definitions = choose.partials_definitions(problem.compute_dtype.name, problem.accumulate)
+            reduce = Launch(
+                kernel("partials.cu", "reduce_partials", definitions),
+                reduction.threads,
+                overlaps_previous=device.overlaps_launches,
+            )
+            reductions.append((reduce, (-(-problem.columns // reduction.columns), 2 if problem.want_db else 1)))
 
-def forward(problem: NormProblem, operands: ForwardOperands) -> None:
-    """Fill operands.y, mean and rstd."""
-    if problem.rows == 0:
-        return
-    x, y = _address(operands.x), _address(operands.y)
-    plan = _forward_plan(problem, _is_aligned(problem, x, 0, y), cupy.cuda.runtime.getDevice())
-    arguments = struct.pack(
-        choose.FORWARD_ARGUMENTS,
-        x,
-        _address(operands.w),
-        _address(operands.b),
-        y,
-        _address(operands.mean),
-        _address(operands.rstd),
-        problem.rows,
-        problem.x_row_stride,
-        problem.out_row_stride,
-        problem.eps,
-        problem.columns,
-        plan.w_code,
-        plan.b_code,
-        plan.config.group_threads,
-    )
-    plan.launch(arguments)
+        def make_ready() -> tuple[Any, Any, list[ReadyLaunch]]:
+            arguments = Arguments(
+                choose.BACKWARD_ARGUMENTS,
+                problem.rows,
+                problem.x_row_stride,
+                problem.dy_row_stride,
+                problem.out_row_stride,
+                problem.columns,
+                _code(problem.w_dtype),
+                config.group_threads,
+                config.slab_columns,
+                config.stages,
+                config.slabs,
+            )
+            partials = Arguments(
+                choose.PARTIALS_ARGUMENTS,
+                walkers,
+                problem.columns,
+                _code(problem.parameter_dtype),
+                reduction.row_threads,
+            )
+            launches = [launch.ready(arguments, *grid) for launch, grid in kernels]
+            launches += [launch.ready(partials, *grid) for launch, grid in reductions]
+            return arguments.fill, partials.fill, launches
 
+        self._thread = PerThread(make_ready)
 
-# --- plans: everything about a call that does not depend on addresses -------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BackwardPlan:
-    config: choose.BackwardConfig
-    kernels: tuple[Launch, ...]
-    reduce: Launch
-    walkers: int
-    w_code: int
-    parameter_code: int
-
-
-@dataclass(frozen=True)
-class ForwardPlan:
-    config: choose.ForwardConfig
-    launch: Launch
-    w_code: int
-    b_code: int
-
-
-@functools.lru_cache(maxsize=4096)
-def _backward_plan(problem: NormProblem, aligned: bool, device_id: int) -> BackwardPlan:
-    device = device_of(device_id)
-    config = choose.backward_config(problem, aligned, device)
-    main_name = "backward_split_apply" if config.route == "split" else f"backward_{config.route}"
-    main = _launch(config, main_name)
-    if config.cluster == 1:
-        at_once = main.blocks_at_once(device.multiprocessors)
-    else:
-        at_once = choose.clusters_at_once(main.clusters_at_once(), config.cluster, device)
-    walkers = choose.partial_rows(config, problem, at_once)
-    if config.route == "split":
-        sums_walkers = choose.sums_walkers(config, problem, device)
-        sums = _launch(config, "backward_split_sums").with_grid(config.slabs, sums_walkers)
-        kernels = (*((sums,) if problem.want_dx else ()), main.with_grid(config.slabs, walkers))
-    else:
-        kernels = (main.with_grid(walkers * config.cluster),)
-    reduce = Launch(
-        kernel(
-            "partials.cu",
-            "reduce_partials",
-            choose.partials_definitions(problem.compute_dtype.name, problem.accumulate),
-        ),
-        choose.partials_threads(walkers),
-        (-(-problem.columns // choose.WARP), 2 if problem.want_db else 1),
-        overlaps_previous=device.overlaps_launches,
-    )
-    return BackwardPlan(config, kernels, reduce, walkers, _code(problem.w_dtype), _code(problem.parameter_dtype))
+    def __call__(
+        self, x: int, w: int, dy: int, mean: int, rstd: int, dresidual_out: int, dx: int, dw: int, db: int
+    ) -> None:
+        """Fill dx, dw and db; those that are 0 are not written, nor reduced."""
+        stream = _current_stream()
+        if not self._has_work:
+            for address in (dw, db):
+                if address:  # the sum over no rows
+                    size = self.problem.columns * self.problem.parameter_dtype.itemsize
+                    cupy.cuda.runtime.memsetAsync(address, 0, size, stream.ptr)
+            return
+        fill, fill_partials, launches = self._thread.own
+        memory = self._workspace.allocate(stream)
+        dw_partials, db_partials, sums = self._workspace.parts(memory)
+        fill(x, dy, w, mean, rstd, dx, dw_partials, db_partials, sums)
+        fill_partials(dw_partials, db_partials, dw, db)
+        launch_all(launches, stream.ptr)
 
 
-def _launch(config: choose.BackwardConfig, name: str) -> Launch:
-    return Launch(
-        kernel(f"backward_{config.route}.cu", name, config.definitions),
-        config.threads,
-        (config.cluster, 1),
-        shared_bytes=0 if name == "backward_split_sums" else config.shared_bytes,
-        cluster=config.cluster,
-    )
+class Forward:
+    """A forward problem on the current device, ready to run on any addresses.
+
+    `offset` has the bits in which the addresses of x, w, b and y differ from multiples of 16.
+    """
+
+    def __init__(self, problem: NormProblem, offset: int) -> None:
+        self.problem = problem
+        if not problem.rows:
+            return
+        config = choose.forward_config(problem, _is_aligned(problem, offset))
+        main = Launch(kernel("forward.cu", config.kernel, config.definitions), config.threads)
+        at_once = main.blocks_at_once(device_of(cupy.cuda.runtime.getDevice()).multiprocessors)
+        grid = min(at_once, -(-problem.rows // config.groups))
+
+        def make_ready() -> tuple[Any, list[ReadyLaunch]]:
+            arguments = Arguments(
+                choose.FORWARD_ARGUMENTS,
+                problem.rows,
+                problem.x_row_stride,
+                problem.out_row_stride,
+                problem.eps,
+                problem.columns,
+                _code(problem.w_dtype),
+                _code(problem.b_dtype),
+                config.group_threads,
+            )
+            return arguments.fill, [main.ready(arguments, grid)]
+
+        self._thread = PerThread(make_ready)
+
+    def __call__(self, x: int, w: int, b: int, residual: int, y: int, *statistics: int) -> None:
+        """Fill y, mean (LayerNorm) and rstd."""
+        if not self.problem.rows:
+            return
+        mean, rstd = statistics if len(statistics) == 2 else (0, *statistics)
+        fill, launches = self._thread.own
+        fill(x, w, b, y, mean, rstd)
+        launch_all(launches, _current_stream().ptr)
 
 
-@functools.lru_cache(maxsize=4096)
-def _forward_plan(problem: NormProblem, aligned: bool, device_id: int) -> ForwardPlan:
-    config = choose.forward_config(problem, aligned)
-    main = Launch(kernel("forward.cu", config.kernel, config.definitions), config.threads)
-    at_once = main.blocks_at_once(device_of(device_id).multiprocessors)
-    grid = min(at_once, -(-problem.rows // config.groups))
-    return ForwardPlan(config, main.with_grid(grid), _code(problem.w_dtype), _code(problem.b_dtype))
+class _Workspace:
+    """Memory that a call needs until its last kernel is done: one allocation, in parts of the given sizes."""
+
+    def __init__(self, *sizes: int) -> None:
+        whole = [-(-size // _PART_BYTES) * _PART_BYTES for size in sizes]
+        self._bytes = sum(whole)
+        starts = accumulate(whole, initial=0)
+        self._starts = [start if size else None for start, size in zip(starts, sizes, strict=False)]
+
+    def allocate(self, stream: Any) -> Any:
+        """The memory, or None where none is needed.
+
+        CuPy's pool may hand it to others as soon as it is let go: what they do comes later on this stream. Not so while
+        the stream is captured into a graph, to which the memory must belong then.
+        """
+        if not self._bytes:
+            return None
+        return (_malloc_async if is_capturing(stream) else _alloc)(self._bytes)
+
+    def parts(self, memory: Any) -> list[int]:
+        """The address of each part, 0 for one of no size."""
+        if memory is None:
+            return [0] * len(self._starts)
+        base = memory.ptr
+        return [0 if start is None else base + start for start in self._starts]
+
+
+# --- small pieces -----------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -181,18 +194,21 @@ def device_of(device_id: int) -> choose.Device:
     return choose.Device((major, minor), multiprocessors, shared_bytes, cupy.cuda.runtime.driverGetVersion())
 
 
-# --- small pieces -----------------------------------------------------------------------------------------------------
+def _backward_launch(config: choose.BackwardConfig, name: str) -> Launch:
+    return Launch(
+        kernel(f"backward_{config.route}.cu", name, config.definitions),
+        config.threads,
+        (config.cluster, 1),
+        shared_bytes=0 if name == "backward_split_sums" else config.shared_bytes,
+        cluster=config.cluster,
+    )
 
 
-def _address(array: Any) -> int:
-    return 0 if array is None else address_of(array)
-
-
-def _is_aligned(problem: NormProblem, x: int, dy: int, out: int) -> bool:
-    """Whether every row of x, dy and the output starts at a multiple of 16 bytes."""
+def _is_aligned(problem: NormProblem, offset: int) -> bool:
+    """Whether every row of x, dy and the output, and w and b, start at multiples of 16 bytes."""
     x_itemsize = problem.x_dtype.itemsize
     dy_itemsize = problem.dy_dtype.itemsize if problem.dy_dtype is not None else 0
-    bits = x | dy | out | problem.x_row_stride * x_itemsize | problem.out_row_stride * x_itemsize
+    bits = offset | problem.x_row_stride * x_itemsize | problem.out_row_stride * x_itemsize
     return (bits | problem.dy_row_stride * dy_itemsize) % 16 == 0
 
 

@@ -1,0 +1,131 @@
+"""A CUDA device that is none: real CuPy arrays over host memory, and a driver that notes launches but runs nothing.
+
+For tests of the path from a call to its launches on machines without a GPU. CuPy itself must be installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import struct
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+ATTRIBUTES = {75: 9, 76: 0, 16: 132, 97: 232448}  # compute capability 9.0, multiprocessors, shared memory of a block
+
+
+class Launched(NamedTuple):
+    kernel: str
+    grid: tuple[int, ...]
+    stream: int
+    arguments: bytes
+
+    def fields(self) -> tuple[Any, ...]:
+        return struct.unpack(layout_of(self.kernel), self.arguments)
+
+
+def layout_of(kernel: str) -> str:
+    from cupynorm.cuda import config
+
+    layouts = {"backward": config.BACKWARD_ARGUMENTS, "forward": config.FORWARD_ARGUMENTS}
+    return layouts.get(kernel.partition("_")[0], config.PARTIALS_ARGUMENTS)
+
+
+class FakeStream:
+    def __init__(self, ptr: int = 0, capturing: bool = False) -> None:
+        self.ptr, self.capturing = ptr, capturing
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+
+class FakeDevice:
+    """What a test sees and sets: launches so far, allocations so far, the current device and stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cupy: Any = pytest.importorskip("cupy")
+        from cupynorm import arrays, dispatch
+        from cupynorm.cuda import driver, launch
+
+        self.launched: list[Launched] = []
+        self.allocated: list[tuple[str, int]] = []  # by which allocator, bytes
+        self.zeroed: list[tuple[int, int]] = []  # address, bytes
+        self.current = 0
+        self.stream = FakeStream()
+        self.error = 0  # what the driver returns
+        self._kernels: list[Any] = []
+
+        runtime = self.cupy.cuda.runtime
+        for name, replacement in {
+            "getDevice": lambda: self.current,
+            "setDevice": lambda device: None,
+            "deviceGetAttribute": lambda attribute, device: ATTRIBUTES[attribute],
+            "driverGetVersion": lambda: 13000,
+            "memsetAsync": lambda address, value, size, stream: self.zeroed.append((address, size)),
+        }.items():
+            monkeypatch.setattr(runtime, name, replacement)
+        monkeypatch.setattr(self.cupy.cuda, "Device", self._device)
+        monkeypatch.setattr(self.cupy.cuda, "get_current_stream", lambda: self.stream)
+        monkeypatch.setattr(self.cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 2)
+        monkeypatch.setattr(driver, "_library", lambda: self)
+        monkeypatch.setattr(launch, "kernel", self._kernel)
+        monkeypatch.setattr(launch, "_alloc", lambda size: self._allocate("pool", size))
+        monkeypatch.setattr(launch, "_malloc_async", lambda size: self._allocate("graph", size))
+        monkeypatch.setattr(launch, "_current_stream", lambda: self.stream)
+        monkeypatch.setattr(arrays.device_home(), "empty", self._new)
+        monkeypatch.setattr(arrays.device_home(), "_current_device", lambda: self.current)
+        monkeypatch.setattr(launch, "device_of", functools.cache(launch.device_of.__wrapped__))
+        plans = functools.lru_cache(maxsize=dispatch.plan_of.cache_info().maxsize, typed=True)
+        monkeypatch.setattr(dispatch, "plan_of", plans(dispatch.plan_of.__wrapped__))
+
+    # --- arrays ---
+
+    def array(self, shape: tuple[int, ...], dtype: Any = "float32", device: int = 0, offset: int = 0) -> Any:
+        """A CuPy array, said to be on a device, that starts so many bytes after a multiple of 512."""
+        dtype = np.dtype(dtype)
+        size = int(np.prod(shape)) * dtype.itemsize
+        memory = np.zeros(size + 1024, np.uint8)
+        start = -memory.ctypes.data % 512 + offset
+        unowned = self.cupy.cuda.UnownedMemory(memory.ctypes.data, len(memory), memory, device)
+        return self.cupy.ndarray(shape, dtype, self.cupy.cuda.MemoryPointer(unowned, start))
+
+    def _new(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        array = self.array(shape, dtype, self.current)
+        self.allocated.append(("result", array.nbytes))
+        return array
+
+    def _allocate(self, allocator: str, size: int) -> Any:
+        self.allocated.append((allocator, size))
+        return self.array((size,), np.uint8, self.current).data
+
+    @contextlib.contextmanager
+    def _device(self, device: int) -> Iterator[None]:
+        before, self.current = self.current, device
+        yield
+        self.current = before
+
+    # --- kernels and the driver library ---
+
+    def _kernel(self, file: str, name: str, definitions: tuple[str, ...] = ()) -> Any:
+        self._kernels.append(name)
+        return SimpleNamespace(kernel=SimpleNamespace(ptr=len(self._kernels)), max_dynamic_shared_size_bytes=0)
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: None) -> int:
+        name = self._kernels[function.value - 1]
+        config = config._obj
+        arguments = ctypes.string_at(pointers[0], struct.calcsize(layout_of(name)))
+        self.launched.append(Launched(name, tuple(config.grid), config.stream or 0, arguments))
+        return self.error
+
+    def cuOccupancyMaxActiveClusters(self, clusters: Any, function: Any, config: Any) -> int:
+        clusters._obj.value = 30
+        return 0
+
+    def cuGetErrorString(self, status: int, text: Any) -> int:
+        text._obj.value = b"made up"
+        return 0

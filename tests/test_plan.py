@@ -1,0 +1,375 @@
+"""A call finds the plan of an earlier one exactly where nothing but addresses differs; on the way to a CUDA device, by
+a device that is none."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_device import FakeDevice, FakeStream
+from helpers import DTYPES, NORMS
+
+import cupynorm
+from cupynorm import dispatch, dlpack, problem
+
+ROWS, COLUMNS = 48, 1024
+Call = dict[str, Any]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    return FakeDevice(monkeypatch)
+
+
+def call_of(device: FakeDevice, norm: str, rows: int = ROWS, dtype: str = "float16", **changes: Any) -> Call:
+    arrays = {name: device.array((rows, COLUMNS), DTYPES[dtype]) for name in ("x", "dy")}
+    arrays |= {"w": device.array((COLUMNS,))}
+    arrays |= {name: device.array((rows,)) for name in (("mean", "rstd") if norm == "layernorm" else ("rstd",))}
+    return arrays | {"has_bias": True} | changes
+
+
+def results_of(device: FakeDevice) -> tuple[Any, Any, Any]:
+    return device.array((ROWS, COLUMNS), "float16"), device.array((COLUMNS,)), device.array((COLUMNS,))
+
+
+def backward(norm: str, call: Call) -> tuple[Any, ...]:
+    return getattr(cupynorm, f"{norm}_backward")(**call)
+
+
+def plans() -> int:
+    """How many there are."""
+    return dispatch.plan_of.cache_info().currsize
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_same_signature_is_validated_once(monkeypatch: Any, device: FakeDevice, norm: str) -> None:
+    backward(norm, call_of(device, norm))
+    cupynorm.rmsnorm_forward(call_of(device, norm)["x"])
+    for name in ("backward_problem", "forward_problem", "check_placement", "ArraySpec"):
+        monkeypatch.setattr(dispatch, name, lambda *_, **__: pytest.fail("validated again"))
+    dx, dw, db = backward(norm, call_of(device, norm))
+    assert (dx.shape, dw.shape, db.shape) == ((ROWS, COLUMNS), (COLUMNS,), (COLUMNS,))
+    assert (dx.dtype, dw.dtype, db.dtype) == (np.float16, np.float32, np.float32)
+    cupynorm.rmsnorm_forward(call_of(device, norm)["x"])
+    assert plans() == 2
+
+
+def test_every_launch_gets_the_addresses_of_its_own_call(device: FakeDevice) -> None:
+    for norm in (*NORMS, *NORMS):
+        call = call_of(device, norm)
+        device.launched.clear()
+        results = backward(norm, call)
+        main, reduction = device.launched
+        inputs = [call[name].data.ptr if name in call else 0 for name in ("x", "dy", "w", "mean", "rstd")]
+        assert list(main.fields()[:6]) == [*inputs, results[0].data.ptr]
+        partials = main.fields()[6:8]
+        assert all(partials)
+        assert reduction.fields()[:4] == (*partials, results[1].data.ptr, results[2].data.ptr)
+        assert ROWS in main.fields()[6:]
+
+
+def another(device: FakeDevice, norm: str) -> dict[str, Call]:
+    """Calls that differ from `call_of` in one thing each."""
+    wide = device.array((ROWS, 2 * COLUMNS), "float16")
+    changes: dict[str, Call] = {
+        "rows": call_of(device, norm, rows=ROWS + 1),
+        "dtype": call_of(device, norm, dtype="bfloat16"),
+        "dtype of w": {"w": device.array((COLUMNS,), "float64")},
+        "stride": {"x": wide[:, :COLUMNS]},
+        "shape of x": {name: device.array((1, ROWS, COLUMNS), "float16") for name in ("x", "dy")}
+        | {name: device.array((1, ROWS)) for name in ("mean", "rstd") if norm == "layernorm" or name == "rstd"},
+        "trailing axis": {"rstd": device.array((ROWS, 1))},
+        "alignment": {"x": device.array((ROWS, COLUMNS), "float16", offset=2)},
+        "no w": {"w": None},
+        "no bias": {"has_bias": False},
+        "mask": {"output_mask": (True, False, True)},
+        "out": {"out": results_of(device)},
+        "part of out": {"out": (None, None, results_of(device)[2])},
+    }
+    return changes
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_anything_else_gets_a_plan_of_its_own(device: FakeDevice, norm: str) -> None:
+    backward(norm, call_of(device, norm))
+    for count, (name, change) in enumerate(another(device, norm).items(), 2):
+        for _ in range(2):
+            backward(norm, call_of(device, norm) | change)
+            assert plans() == count, name
+
+
+def test_the_norms_do_not_share_plans(device: FakeDevice) -> None:
+    x = device.array((ROWS, COLUMNS), "float16")
+    assert len(cupynorm.rmsnorm_forward(x, eps=1e-5)) == 2
+    assert len(cupynorm.layernorm_forward(x, eps=1e-5)) == 3
+    assert plans() == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"has_bias": 1},
+        {"weight_offset": False},
+        {"accumulate": 0},
+        {"output_mask": (1, 1, 1)},
+        {"output_mask": [True, 1, True]},
+        {"weight_offset": np.zeros(1)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("norm", NORMS)
+def test_options_that_only_equal_good_ones_are_still_refused(device: FakeDevice, norm: str, change: Call) -> None:
+    good = call_of(device, norm, weight_offset=0.0, accumulate=False, output_mask=(True, True, True))
+    backward(norm, good)
+    with pytest.raises(TypeError, match=next(iter(change))):
+        backward(norm, good | change)
+    assert len(device.launched) == 2
+
+
+@pytest.mark.parametrize("position", range(3))
+@pytest.mark.parametrize("norm", NORMS)
+def test_overlaps_are_looked_for_on_every_call(device: FakeDevice, norm: str, position: int) -> None:
+    good = call_of(device, norm, out=results_of(device))
+    bad = list(good["out"])
+    bad[position] = good["x"] if position == 0 else good["w"] if position == 1 else good["out"][1]
+    for _ in range(2):
+        backward(norm, good)
+        launched = len(device.launched)
+        with pytest.raises(ValueError, match=rf"^out\[{position}\] \(d.\): overlaps "):
+            backward(norm, good | {"out": tuple(bad)})
+        assert len(device.launched) == launched
+    assert plans() == 1
+
+
+def test_given_results_come_back_and_others_are_made(device: FakeDevice) -> None:
+    for given in itertools.product([True, False], repeat=3):
+        out = tuple(array if g else None for array, g in zip(results_of(device), given, strict=True))
+        device.allocated.clear()
+        results = backward("layernorm", call_of(device, "layernorm", out=out))
+        assert [result is array for result, array in zip(results, out, strict=True)] == list(given)
+        assert [by for by, _ in device.allocated] == ["result"] * (3 - sum(given)) + ["pool"]
+
+
+def test_what_no_one_wants_is_neither_made_nor_written(device: FakeDevice) -> None:
+    for mask in itertools.product([True, False], repeat=3):
+        device.launched.clear()
+        device.allocated.clear()
+        results = backward("layernorm", call_of(device, "layernorm", output_mask=mask))
+        assert tuple(result is not None for result in results) == mask
+        kernels = [launch.kernel for launch in device.launched]
+        assert len(kernels) == (any(mask) and 1 + any(mask[1:]))
+        assert [by for by, _ in device.allocated] == ["result"] * sum(mask) + ["pool"] * any(mask[1:])
+        if any(mask):
+            _, dw_partials, db_partials = device.launched[0].fields()[5:8]
+            assert (bool(dw_partials), bool(db_partials)) == mask[1:]
+
+
+def test_launches_go_to_the_current_stream(device: FakeDevice) -> None:
+    for pointer in (0, 7, 9, 7):
+        device.launched.clear()
+        device.stream = FakeStream(pointer)
+        backward("rmsnorm", call_of(device, "rmsnorm"))
+        assert [launch.stream for launch in device.launched] == [pointer, pointer]
+    assert plans() == 1
+
+
+def test_a_captured_stream_gets_workspace_of_its_own(device: FakeDevice) -> None:
+    for capturing, allocator in ((False, "pool"), (True, "graph"), (False, "pool")):
+        device.stream = FakeStream(7, capturing)
+        device.allocated.clear()
+        backward("rmsnorm", call_of(device, "rmsnorm", out=results_of(device)))
+        assert [by for by, _ in device.allocated] == [allocator]
+
+
+def test_each_device_has_its_own_plan_and_is_made_current(device: FakeDevice) -> None:
+    for number in (0, 1, 0, 1):
+        arrays = call_of(device, "rmsnorm")
+        there = {
+            name: device.array(array.shape, array.dtype, device=number) if name != "has_bias" else array
+            for name, array in arrays.items()
+        }
+        results = backward("rmsnorm", there)
+        assert all(result.data.device_id == number for result in results)
+        assert device.current == 0
+    assert plans() == 2
+    with pytest.raises(TypeError, match=r"^dy: is on cuda:1, but x is on cuda:0; .* one device"):
+        backward("rmsnorm", arrays | {"dy": there["dy"]})
+
+
+def test_elements_across_their_boundaries_are_refused(device: FakeDevice) -> None:
+    for name, shape in (("x", (ROWS, COLUMNS)), ("rstd", (ROWS,))):
+        call = call_of(device, "rmsnorm", dtype="float32")
+        backward("rmsnorm", call)
+        launched = len(device.launched)
+        crooked = device.array(shape, "float32", offset=6)
+        with pytest.raises(ValueError, match=rf"^{name}: starts 2 bytes past .* element size, 4"):
+            backward("rmsnorm", call | {name: crooked})
+        assert len(device.launched) == launched
+
+
+def test_no_rows_launch_nothing(device: FakeDevice) -> None:
+    dx, dw, db = backward("layernorm", call_of(device, "layernorm", rows=0))
+    assert not device.launched
+    assert device.zeroed == [(dw.data.ptr, dw.nbytes), (db.data.ptr, db.nbytes)]
+    assert dx.shape == (0, COLUMNS)
+    y, mean, rstd = cupynorm.layernorm_forward(device.array((0, COLUMNS)))
+    assert not device.launched
+    assert (y.shape, mean.shape, rstd.shape) == ((0, COLUMNS), (0,), (0,))
+
+
+def test_threads_use_one_plan_at_once(device: FakeDevice) -> None:
+    """Each launch has the addresses of one call, whatever other threads do."""
+    calls = [call_of(device, "rmsnorm", out=results_of(device)) for _ in range(8)]
+    backward("rmsnorm", calls[0])
+    device.launched.clear()
+
+    def work(call: Call) -> None:
+        for _ in range(50):
+            backward("rmsnorm", call)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, calls))
+    own = {(call["x"].data.ptr, call["dy"].data.ptr, call["out"][0].data.ptr) for call in calls}
+    seen = [launch.fields() for launch in device.launched if launch.kernel.startswith("backward")]
+    assert len(seen) == 400
+    assert {(fields[0], fields[1], fields[5]) for fields in seen} == own
+    assert plans() == 1
+
+
+def test_an_error_of_the_driver_comes_up(device: FakeDevice) -> None:
+    call = call_of(device, "rmsnorm")
+    backward("rmsnorm", call)
+    device.error = 700
+    with pytest.raises(RuntimeError, match="CUDA driver error 700: made up"):
+        backward("rmsnorm", call)
+    device.error = 0
+    backward("rmsnorm", call)
+
+
+def test_plans_keep_no_array(device: FakeDevice) -> None:
+    released = []
+    for out in (None, results_of(device)):
+        call = call_of(device, "layernorm", out=out)
+        results = backward("layernorm", call)
+        released += [weakref.ref(array) for array in (*call.values(), *results) if hasattr(array, "data")]
+    assert plans() == 2
+    del call, out, results
+    gc.collect()
+    assert [reference() for reference in released] == [None] * len(released)
+
+
+def test_there_is_a_bound_to_the_plans() -> None:
+    bound = dispatch.plan_of.cache_info().maxsize
+    assert bound is not None
+    layouts = {
+        "x": ((1, 8), (32, 4), np.dtype(np.float32), None, 0, False),
+        "w": None,
+        "b": None,
+        "residual": None,
+    }
+    operation = dispatch.forward_of("rmsnorm")
+    for number in range(bound + 100):
+        dispatch.plan_of(operation, tuple(layouts.values()), 1.0 + number, 0.0)
+    assert dispatch.plan_of.cache_info().currsize == bound
+    dispatch.plan_of.cache_clear()
+
+
+def test_a_refused_call_leaves_no_plan(device: FakeDevice) -> None:
+    call = call_of(device, "rmsnorm")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^rstd: "):
+            backward("rmsnorm", call | {"rstd": call["w"]})
+    assert plans() == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_overlaps_agree_with_the_memory(seed: int) -> None:
+    """The quick look at pairs and the exact answer together say what NumPy says of real memory."""
+    random = np.random.default_rng(seed)
+    buffer = np.zeros(400, np.float32)
+    for _ in range(50):
+        arrays = []
+        for _ in range(2):
+            start, rows, columns = (int(random.integers(low, high)) for low, high in ((0, 120), (1, 5), (1, 6)))
+            strides = int(random.integers(-12, 13)), int(random.choice([-2, -1, 1, 2]))
+            first = start + 140
+            assert 0 <= first + 4 * min(strides[0], 0) + 5 * min(strides[1], 0)
+            arrays.append(
+                np.lib.stride_tricks.as_strided(buffer[first:], (rows, columns), tuple(4 * s for s in strides))
+            )
+        specs = [problem.ArraySpec(array.shape, array.strides, array.dtype) for array in arrays]
+        addresses = [array.ctypes.data for array in arrays]
+        ((output, other, least, most),) = problem.possible_overlaps(specs, 1)
+        assert (output, other) == (1, 0)
+        may = least < addresses[output] - addresses[other] < most
+        assert may == np.may_share_memory(*arrays)
+        exact = may and problem.overlap(specs[1], addresses[1], specs[0], addresses[0])
+        assert exact == np.shares_memory(*arrays)
+
+
+def test_out_of_the_wrong_length_is_refused_after_one_of_the_right_length(device: FakeDevice) -> None:
+    call = call_of(device, "rmsnorm", out=results_of(device))
+    backward("rmsnorm", call)
+    for out in ((), call["out"][:2], (*call["out"], None)):
+        with pytest.raises(ValueError, match=rf"^out: has {len(out)} entries; a tuple of 3"):
+            backward("rmsnorm", call | {"out": out})
+    with pytest.raises(ValueError, match=r"^out: has 3 entries; a tuple of 2"):
+        backward("rmsnorm", call | {"has_bias": False})
+    del call["has_bias"]
+    assert len(backward("rmsnorm", call | {"out": list(call["out"][:2])})) == 2
+
+
+@pytest.fixture
+def torch(monkeypatch: Any, device: FakeDevice) -> Any:
+    """Torch whose host tensors say that they lie on the device, and whose current stream is the default one."""
+    torch = pytest.importorskip("torch")
+    if dlpack.exchange_of(torch.Tensor) is None:
+        pytest.skip(f"torch {torch.__version__} offers no table of C functions")
+    read = dlpack.Exchange.read
+    monkeypatch.setattr(dlpack.Exchange, "read", lambda self, a: read(self, a)._replace(device=(2, 0)))
+    monkeypatch.setattr(dlpack.Exchange, "current_stream", lambda self, device_id: 0)
+    return torch
+
+
+def torch_call(torch: Any) -> Call:
+    x = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
+    return {"x": x, "w": torch.ones(COLUMNS), "dy": x.clone(), "rstd": torch.ones(ROWS)}
+
+
+def test_foreign_arrays_on_the_same_stream_need_no_capsule(monkeypatch: Any, device: FakeDevice, torch: Any) -> None:
+    given = []
+
+    def give(self: Any, array: Any, stream: int) -> Any:
+        assert stream == -1
+        given.append(array)
+        return torch.zeros(array.shape)
+
+    monkeypatch.setattr(dlpack.Exchange, "give", give)
+    monkeypatch.setattr(dlpack, "import_from", lambda *_: pytest.fail("a capsule was made"))
+    call = torch_call(torch)
+    results = backward("rmsnorm", call)
+    assert all(type(result) is torch.Tensor for result in results)
+    main, reduction = device.launched
+    addresses = [call[name].data_ptr() for name in ("x", "dy", "w")]
+    assert list(main.fields()[:6]) == [*addresses, 0, call["rstd"].data_ptr(), given[0].data.ptr]
+    assert reduction.fields()[2] == given[1].data.ptr
+
+
+def test_other_foreign_arrays_take_the_way_through_capsules(device: FakeDevice, torch: Any) -> None:
+    def on_host(**changes: Any) -> bool:
+        """Whether the call took the other way, on which these tensors turn out to lie on the host."""
+        results = backward("rmsnorm", torch_call(torch) | changes)
+        return all(result.device.type == "cpu" for result in results) and not device.launched
+
+    with pytest.raises(TypeError, match=r"^w: .*grad"):
+        backward("rmsnorm", torch_call(torch) | {"w": torch.ones(COLUMNS, requires_grad=True)})
+    assert on_host(out=(torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16), None))
+    device.stream = FakeStream(7)
+    assert on_host()
+    device.stream, device.current = FakeStream(), 1
+    assert on_host()
