@@ -1,0 +1,5 @@
+"""Benchmarks for airspeed-velocity (benchmarks.py) and scripts to run by hand.
+
+asv imports every module of this folder, with older commits of cupynorm too: at the top of a module, import nothing but
+what the commit of the first kernels has (`cupynorm.bench`, `cupynorm.report`).
+"""

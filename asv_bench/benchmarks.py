@@ -1,48 +1,433 @@
-"""Bandwidths that airspeed-velocity records across commits: GB/s of the bytes that the work needs.
+"""What airspeed-velocity records of every commit; README.md says how to run it.
 
-`cupynorm.bench` does the timing. Without a CUDA device the CUDA benchmarks are reported as not available.
+Bandwidths come from `cupynorm.bench`: the L2 cache overwritten, CUDA events around one call, the median, and the triad
+in the same process. Each commit is timed by its own `cupynorm.bench`, of which only `measure`, `time_call` and the
+fields of `Measurement` are used: they have been there, with this method, since the first kernels. Whoever changes the
+method raises VERSION, and asv then leaves out what was recorded before.
+
+One measurement gives GB/s, fraction and time, so `setup_cache` measures a class's cases once, in one process; asv keeps
+its answer for the functions below, which only look figures up. What a commit or a machine cannot do is reported as not
+available: CUDA without a device, a size that does not fit into the device's memory.
 """
 
 from __future__ import annotations
 
+import itertools
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import numpy as np
 
-from cupynorm import bench
+try:
+    import cupynorm
+    from cupynorm import bench
+except ImportError as error:  # a commit from before the first kernels
+    bench = None  # type: ignore[assignment]
+    NO_BENCH = str(error)
+
+VERSION = "1"
+BACKWARD = ["rmsnorm_backward", "layernorm_backward"]
+FORWARD = ["rmsnorm_forward", "layernorm_forward"]
+SETUP_SECONDS = 900.0
+
+Figures = dict[str, float]
+Cache = dict[tuple[Any, ...] | str, Figures | str]  # figures by parameters; a text says why there are none
+ALL = "all"  # the key of a text that holds for every case
+UNAVAILABLE = "not available: "  # how the text begins where that is no failure
 
 
-class CudaBackward:
-    """The backward passes, bfloat16 x with float32 w."""
+def shown(name: str, unit: str) -> Callable[[Callable[..., Any]], Any]:
+    """Gives a benchmark its name and unit in asv's pages."""
 
-    params = (["rmsnorm_backward", "layernorm_backward"], ["32768x1024", "32768x4096", "8192x16384"])
-    param_names = ("op", "shape")
-    unit = "GB/s"
-    timeout = 300
+    def mark(function: Any) -> Any:
+        function.pretty_name, function.unit, function.version = name, unit, VERSION
+        return function
 
-    def setup(self, op: str, shape: str) -> None:
-        try:
-            import cupy
+    return mark
 
-            cupy.cuda.runtime.getDeviceCount()
-        except Exception as error:  # no CuPy, no driver, no device: each raises its own kind
-            raise NotImplementedError(f"no CUDA: {error}") from error
 
-    def track_gbps(self, op: str, shape: str) -> float:
+def need_cuda() -> Any:
+    """CuPy where a device answers; asv takes the exception for 'not available'."""
+    if bench is None:
+        raise NotImplementedError(NO_BENCH)
+    try:
         import cupy
 
-        return round(bench.measure(op, *map(int, shape.split("x")), "bfloat16", xp=cupy).gbps, 1)
+        cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # no CuPy, no driver, no device: each raises its own kind
+        raise NotImplementedError(f"no CUDA: {error}") from error
+    return cupy
 
-    track_gbps.pretty_name = "Backward on CUDA, bfloat16"
+
+def need_numpy() -> None:
+    """The CPU path, which came later than the first kernels."""
+    if bench is None:
+        raise NotImplementedError(NO_BENCH)
+    try:
+        cupynorm.rmsnorm_forward(np.ones((1, 1), np.float32))
+    except ImportError as error:
+        raise NotImplementedError(f"no CPU path: {error}") from error
 
 
-class NumpyBackward:
-    """The backward passes on the CPU, float32."""
+def rounded(value: float) -> float:
+    """To four digits: more would only be noise in the files."""
+    return float(f"{value:.4g}")
 
-    params = (["rmsnorm_backward", "layernorm_backward"], ["4096x1024", "4096x4096", "1024x16384"])
+
+# --- bandwidth on CUDA ------------------------------------------------------------------------------------
+
+
+def on_cuda(params: Iterable[list[Any]], figures: Callable[..., Figures]) -> Cache:
+    """The figures of every combination of the params, one after the other in this process."""
+    try:
+        cupy = need_cuda()
+    except NotImplementedError as error:
+        return {ALL: f"{UNAVAILABLE}{error}"}
+    cache: Cache = {}
+    for key in itertools.product(*params):
+        try:
+            cache[key] = figures(cupy, *key)
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            cache[key] = f"{UNAVAILABLE}{error}"
+        except Exception as error:  # an older commit may fail on a case; the others shall be measured
+            cache[key] = f"{type(error).__name__}: {error}"
+        cupy.get_default_memory_pool().free_all_blocks()
+    return cache
+
+
+def bandwidth(cupy: Any, op: str, rows: int, columns: int, dtype: str, w_dtype: str) -> Figures:
+    measured = bench.measure(op, rows, columns, dtype, w_dtype, xp=cupy)
+    return {
+        "GB/s": rounded(measured.gbps),
+        "fraction": rounded(measured.fraction),
+        "us": rounded(measured.seconds * 1e6),
+    }
+
+
+def bandwidth_of_data(cupy: Any, op: str, columns: int, megabytes: int) -> Figures:
+    rows = max(1, round(megabytes * 1e6 / (3 * columns * 2)))
+    return bandwidth(cupy, op, rows, columns, "bfloat16", "float32")
+
+
+class _Measured:
+    """Takes a case's figures out of what `setup_cache` measured."""
+
+    timeout = 120.0
+
+    def setup(self, cache: Cache, *key: Any) -> None:
+        figures = cache[ALL] if ALL in cache else cache[key]
+        if isinstance(figures, str):
+            raise NotImplementedError(figures) if figures.startswith(UNAVAILABLE) else RuntimeError(figures)
+        self.figures = figures
+
+
+class CudaBackward(_Measured):
+    """bfloat16 x with float32 w, by row length and by data: three tensors of the size of x."""
+
+    params = (BACKWARD, [1024, 4096, 16384, 65536], [25, 100, 1000])
+    param_names = ("op", "N", "data MB")
+
+    def setup_cache(self) -> Cache:
+        return on_cuda(self.params, bandwidth_of_data)
+
+    setup_cache.timeout = SETUP_SECONDS  # type: ignore[attr-defined]
+
+    @shown("Backward on CUDA: bandwidth", "GB/s")
+    def track_gbps(self, *_: Any) -> float:
+        return self.figures["GB/s"]
+
+    @shown("Backward on CUDA: fraction of z = x + dy", "of triad")
+    def track_fraction(self, *_: Any) -> float:
+        return self.figures["fraction"]
+
+    @shown("Backward on CUDA: time", "us")
+    def track_microseconds(self, *_: Any) -> float:
+        return self.figures["us"]
+
+
+class CudaForward(_Measured):
+    """bfloat16 x with float32 w, by row length and by data."""
+
+    params = (FORWARD, [1024, 4096, 16384, 65536], [100, 1000])
+    param_names = ("op", "N", "data MB")
+
+    def setup_cache(self) -> Cache:
+        return on_cuda(self.params, bandwidth_of_data)
+
+    setup_cache.timeout = SETUP_SECONDS  # type: ignore[attr-defined]
+
+    @shown("Forward on CUDA: bandwidth", "GB/s")
+    def track_gbps(self, *_: Any) -> float:
+        return self.figures["GB/s"]
+
+    @shown("Forward on CUDA: fraction of z = x + dy", "of triad")
+    def track_fraction(self, *_: Any) -> float:
+        return self.figures["fraction"]
+
+    @shown("Forward on CUDA: time", "us")
+    def track_microseconds(self, *_: Any) -> float:
+        return self.figures["us"]
+
+
+class CudaCases(_Measured):
+    """Backward on single shapes: PyTorch's and Triton's own, other dtypes, odd N, one row."""
+
+    params = (
+        BACKWARD,
+        [
+            "32768x256 bfloat16/float32",
+            "576000x384 bfloat16/float32",
+            "1152000x512 bfloat16/float32",
+            "8192x262144 bfloat16/float32",
+            "4096x8192 float16/float16",
+            "16384x4096 float16/float32",
+            "8192x4096 float32/float32",
+            "16384x1001 bfloat16/float32",
+            "4096x12289 bfloat16/float32",
+            "1x4096 bfloat16/float32",
+            "256x4096 bfloat16/float32",
+        ],
+    )
+    param_names = ("op", "case")
+
+    def setup_cache(self) -> Cache:
+        def bandwidth_of_case(cupy: Any, op: str, case: str) -> Figures:
+            shape, dtypes = case.split()
+            rows, columns = map(int, shape.split("x"))
+            return bandwidth(cupy, op, rows, columns, *dtypes.split("/"))
+
+        return on_cuda(self.params, bandwidth_of_case)
+
+    setup_cache.timeout = SETUP_SECONDS  # type: ignore[attr-defined]
+
+    @shown("Backward on CUDA, single shapes: bandwidth", "GB/s")
+    def track_gbps(self, *_: Any) -> float:
+        return self.figures["GB/s"]
+
+    @shown("Backward on CUDA, single shapes: fraction of z = x + dy", "of triad")
+    def track_fraction(self, *_: Any) -> float:
+        return self.figures["fraction"]
+
+    @shown("Backward on CUDA, single shapes: time", "us")
+    def track_microseconds(self, *_: Any) -> float:
+        return self.figures["us"]
+
+
+# --- what a call costs beside bandwidth -------------------------------------------------------------------
+
+
+def inputs_and_outputs(op: str, shape: str, dtype: str, xp: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The arguments of a call and what it returned."""
+    rows, columns = map(int, shape.split("x"))
+    case = bench.case(op, rows, columns, dtype, "float32")
+    inputs = bench.make_inputs(case, xp)
+    return inputs, bench.call(case, inputs)
+
+
+class CudaHostCost(_Measured):
+    """What the host pays for one call: no synchronisation, the median of 1000 calls."""
+
+    params = (BACKWARD + FORWARD, ["allocated by the call", "out="])
+    param_names = ("op", "outputs")
+
+    def setup_cache(self) -> Cache:
+        def microseconds(cupy: Any, op: str, outputs: str) -> Figures:
+            function = getattr(cupynorm, op)
+            arguments, results = inputs_and_outputs(op, "64x1024", "bfloat16", cupy)
+            if outputs == "out=":
+                arguments["out"] = results
+            times = []
+            for call in range(1100):
+                if call % 100 == 0:  # a full queue would make the host wait for the device
+                    cupy.cuda.get_current_stream().synchronize()
+                start = time.perf_counter()
+                function(**arguments)
+                times.append(time.perf_counter() - start)
+            return {"us": rounded(statistics.median(times[100:]) * 1e6)}
+
+        return on_cuda(self.params, microseconds)
+
+    setup_cache.timeout = SETUP_SECONDS  # type: ignore[attr-defined]
+
+    @shown("Host cost of a call on CUDA", "us")
+    def track_microseconds(self, *_: Any) -> float:
+        return self.figures["us"]
+
+
+# Zeros come from a memset: no kernel but the one that is timed is compiled.
+FIRST_CALL_SETUP = """
+import os
+os.environ["CUPY_CACHE_DIR"] = {folder}
+import cupy, ml_dtypes, cupynorm
+x, dy = cupy.zeros((2, 1024, 4096), ml_dtypes.bfloat16)
+w = cupy.zeros(4096, "float32")
+statistics = cupy.zeros((2, 1024), "float32")
+def first_call():
+    if "{op}" == "rmsnorm_backward":
+        cupynorm.rmsnorm_backward(x, w, dy, statistics[0])
+    else:
+        cupynorm.layernorm_backward(x, w, dy, *statistics)
+    cupy.cuda.get_current_stream().synchronize()
+cupy.cuda.get_current_stream().synchronize()
+"""
+
+
+class CudaFirstCall:
+    """The first call of a process, device ready: compiled anew, and found in CuPy's cache on disk."""
+
+    params = (BACKWARD,)
+    param_names = ("op",)
+    number, rounds, repeat, warmup_time, timeout = 1, 1, 2, 0, 300.0
+
+    def setup(self, op: str) -> None:
+        need_cuda()
+        self.folder = tempfile.TemporaryDirectory()
+        self.filled = False
+
+    def teardown(self, op: str) -> None:
+        if hasattr(self, "folder"):
+            self.folder.cleanup()
+
+    @shown("First call on CUDA: compiled", "seconds")
+    def timeraw_compiled(self, op: str) -> tuple[str, str]:
+        folder = tempfile.mkdtemp(dir=self.folder.name)
+        return "first_call()", FIRST_CALL_SETUP.format(op=op, folder=repr(folder))
+
+    @shown("First call on CUDA: from the disk cache", "seconds")
+    def timeraw_from_disk_cache(self, op: str) -> tuple[str, str]:
+        setup = FIRST_CALL_SETUP.format(op=op, folder=repr(self.folder.name))
+        if not self.filled:
+            subprocess.run([sys.executable, "-c", f"{setup}\nfirst_call()"], check=True)
+            self.filled = True
+        return "first_call()", setup
+
+
+class CudaWorkspace(_Measured):
+    """The most memory that a call takes beside its inputs and outputs."""
+
+    params = (BACKWARD + FORWARD, ["32768x1024", "4096x16384", "512x65536"])
     param_names = ("op", "shape")
-    unit = "GB/s"
-    timeout = 300
 
-    def track_gbps(self, op: str, shape: str) -> float:
-        return round(bench.measure(op, *map(int, shape.split("x")), "float32", xp=np, repeats=5).gbps, 2)
+    def setup_cache(self) -> Cache:
+        def mib(cupy: Any, op: str, shape: str) -> Figures:
+            arguments, out = inputs_and_outputs(op, shape, "bfloat16", cupy)
+            pool = cupy.cuda.MemoryPool()
+            with cupy.cuda.using_allocator(pool.malloc):
+                getattr(cupynorm, op)(**arguments, out=out)
+                cupy.cuda.get_current_stream().synchronize()
+            return {"MiB": rounded(pool.total_bytes() / 2**20)}
 
-    track_gbps.pretty_name = "Backward on NumPy arrays, float32"
+        return on_cuda(self.params, mib)
+
+    setup_cache.timeout = SETUP_SECONDS  # type: ignore[attr-defined]
+
+    @shown("Peak workspace on CUDA, bfloat16", "MiB")
+    def track_mib(self, *_: Any) -> float:
+        return self.figures["MiB"]
+
+
+class NumpyWorkspace:
+    """The same on the CPU, as NumPy reports it to tracemalloc."""
+
+    params = (BACKWARD + FORWARD, ["4096x1024", "512x16384"])
+    param_names = ("op", "shape")
+
+    def setup(self, op: str, shape: str) -> None:
+        need_numpy()
+        self.arguments, out = inputs_and_outputs(op, shape, "float32", np)
+        self.arguments["out"] = out
+
+    @shown("Peak workspace on NumPy arrays, float32", "MiB")
+    def track_mib(self, op: str, shape: str) -> float:
+        tracemalloc.start()
+        try:
+            getattr(cupynorm, op)(**self.arguments)
+            return rounded(tracemalloc.get_traced_memory()[1] / 2**20)
+        finally:
+            tracemalloc.stop()
+
+
+class Import:
+    """`import cupynorm` in a fresh process that has NumPy already."""
+
+    number, rounds, repeat = 1, 1, 7
+
+    @shown("Import time, beside NumPy's", "seconds")
+    def timeraw_import(self) -> tuple[str, str]:
+        return "import cupynorm", "import numpy"
+
+
+# --- NumPy arrays -----------------------------------------------------------------------------------------
+
+
+def expression(op: str, a: dict[str, Any]) -> Callable[[], Any]:
+    """The formulas as one writes them in NumPy."""
+
+    def rmsnorm_forward() -> Any:
+        rstd = 1 / np.sqrt((a["x"] ** 2).mean(-1, keepdims=True) + 1e-6)
+        return a["x"] * rstd * a["w"], rstd
+
+    def layernorm_forward() -> Any:
+        mean = a["x"].mean(-1, keepdims=True)
+        rstd = 1 / np.sqrt(a["x"].var(-1, keepdims=True) + 1e-5)
+        return (a["x"] - mean) * rstd * a["w"] + a["b"], mean, rstd
+
+    def rmsnorm_backward() -> Any:
+        rstd = a["rstd"][:, None]
+        x_hat, g = a["x"] * rstd, a["dy"] * a["w"]
+        dx = (g - x_hat * (g * x_hat).mean(-1, keepdims=True)) * rstd
+        return dx, (a["dy"] * x_hat).sum(0)
+
+    def layernorm_backward() -> Any:
+        mean, rstd = a["mean"][:, None], a["rstd"][:, None]
+        x_hat, g = (a["x"] - mean) * rstd, a["dy"] * a["w"]
+        dx = (g - x_hat * (g * x_hat).mean(-1, keepdims=True) - g.mean(-1, keepdims=True)) * rstd
+        return dx, (a["dy"] * x_hat).sum(0), a["dy"].sum(0)
+
+    functions = (rmsnorm_forward, layernorm_forward, rmsnorm_backward, layernorm_backward)
+    return next(function for function in functions if function.__name__ == op)
+
+
+class NumpyArrays(_Measured):
+    """float32 on the CPU, on all cores that the process may use."""
+
+    params = (BACKWARD + FORWARD, ["4096x1024", "2048x4096", "512x16384"])
+    param_names = ("op", "shape")
+
+    def setup_cache(self) -> Cache:
+        try:
+            need_numpy()
+        except NotImplementedError as error:
+            return {ALL: f"{UNAVAILABLE}{error}"}
+        cache: Cache = {}
+        for op, shape in itertools.product(*self.params):
+            rows, columns = map(int, shape.split("x"))
+            measured = bench.measure(op, rows, columns, "float32", repeats=7)
+            arguments, _ = inputs_and_outputs(op, shape, "float32", np)
+            plain = bench.time_call(expression(op, arguments), np, repeats=5)
+            cache[op, shape] = {
+                "ms": rounded(measured.seconds * 1e3),
+                "fraction": rounded(measured.fraction),
+                "ratio": rounded(measured.seconds / plain),
+            }
+        return cache
+
+    setup_cache.timeout = SETUP_SECONDS  # type: ignore[attr-defined]
+
+    @shown("NumPy arrays: time", "ms")
+    def track_milliseconds(self, *_: Any) -> float:
+        return self.figures["ms"]
+
+    @shown("NumPy arrays: fraction of numpy.add(x, dy)", "of triad")
+    def track_fraction(self, *_: Any) -> float:
+        return self.figures["fraction"]
+
+    @shown("NumPy arrays: time over that of the formula in plain NumPy", "times")
+    def track_ratio_to_expression(self, *_: Any) -> float:
+        return self.figures["ratio"]

@@ -1,13 +1,25 @@
-"""How close each N comes to the memory limit: `python asv_bench/roofline.py`, on a CUDA device.
+"""How close each shape comes to the memory limit, on a CUDA device:
 
-For every N, and for data of 25 MB, 100 MB and 1 GB (three tensors of the size of x), one call of the public function is
-timed as in `cupynorm.bench` and held against a bound. T is the time of the triad z = x + dy, scaled to the bytes that
-the work needs:
+    python asv_bench/roofline.py [--set NAME,…] [--ops OP …] [--only N,…] [--csv FILE]
 
-    rmsnorm_backward            at most T / 0.975 + 2 us
-    layernorm_backward with db  at most T / 0.97 + 2.5 us
-    both, data under 25 MB      at most T + 2.5 us
-    forward                     at least 0.96 of the bandwidth of a copy from device to device
+One call of the public function is timed as in `cupynorm.bench` and held against a bound. T is the time of the triad
+z = x + dy, scaled to the bytes that the work needs; data is three tensors of the size of x:
+
+    rmsnorm_backward                                    at most T / 0.975 + 2 us
+    layernorm_backward with db                          at most T / 0.97 + 2.5 us
+    both, data under 25 MB                              at most T + 2.5 us
+    both, where 16-byte accesses do not line up         at most T / 0.90 + 3 us
+    forward                                             at least 0.96 of the bandwidth of a copy from device to device
+
+The sets:
+
+    sizes     25 N, each with data of 25 MB, 100 MB and 1 GB (--sizes, --only, --dtype and --w-dtype change that)
+    dtypes    float16 with float32 w, and all float32: four N, the same data
+    pytorch   the shapes that PyTorch's own norm benchmark names
+    triton    the 30 rows of Triton's layer-norm tutorial: 4096 rows, all float16
+    odd       N that is odd, and rows at odd strides or starts
+    small     data under 25 MB, down to one row
+    forward   both forward passes, 100 MB and 1 GB
 """
 
 from __future__ import annotations
@@ -15,6 +27,9 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,47 +42,156 @@ COLUMNS = (
     128, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192, 10240, 12288, 14336,
     16384, 20480, 32768, 65536, 131072, 262144,
 )  # fmt: skip
-SIZES = (25, 100, 1000)
-HEAD = ["op", "rows x N", "dtype x/w", "us", "T us", "T/time", "bound us", "meets"]
+FEW_COLUMNS = (1024, 4096, 16384, 65536)
+ODD_COLUMNS = (129, 1001, 2047, 4095, 8191, 12289, 16385, 65537)
+SIZES = (25.0, 100.0, 1000.0)
+PYTORCH = (
+    *((32768, columns) for columns in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)),
+    *((16384, 131072), (8192, 262144), (576000, 384), (576000, 512), (1152000, 384), (1152000, 512)),
+)
+SMALL = tuple(
+    (rows, columns) for columns in (128, *FEW_COLUMNS) for rows in (1, 8, 64, 512) if rows * columns < 4 << 20
+)
+LAYOUTS = ((1, 0), (0, 1), (3, 1))  # elements between rows, elements before the first
+HEAD = ["op", "rows x N", "dtype x/w", "layout", "us", "T us", "T/time", "bound us", "meets"]
 
 
-def main() -> int:
-    options = parse()
-    try:
-        import cupy
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; `gap` elements lie between rows and `start` before the first."""
 
-        cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:  # no CuPy, no driver, no device: each raises its own kind
-        print(f"roofline.py: a CUDA device and CuPy are needed: {error}", file=sys.stderr)
-        return 2
-    itemsize = bench.dtype_of(options.dtype).itemsize
-    cases = [
-        bench.case(op, max(1, round(size * 1e6 / (3 * columns * itemsize))), columns, options.dtype, options.w_dtype)
+    case: bench.Case
+    gap: int = 0
+    start: int = 0
+
+    @property
+    def data_bytes(self) -> int:
+        return 3 * self.case.rows * self.case.columns * self.case.dtype.itemsize
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every row of x begins at a multiple of 16 bytes."""
+        itemsize = self.case.dtype.itemsize
+        return (self.case.columns + self.gap) * itemsize % 16 == 0 and self.start * itemsize % 16 == 0
+
+    @property
+    def layout(self) -> str:
+        return f"stride N+{self.gap}, start {self.start}" if self.gap or self.start else "dense"
+
+
+def rows_for(megabytes: float, columns: int, itemsize: int) -> int:
+    return max(1, round(megabytes * 1e6 / (3 * columns * itemsize)))
+
+
+def by_data(op: str, columns: Sequence[int], sizes: Sequence[float], dtype: Any, w_dtype: Any = None) -> Iterator[Row]:
+    for size in sizes:
+        for n in columns:
+            yield Row(bench.case(op, rows_for(size, n, bench.dtype_of(dtype).itemsize), n, dtype, w_dtype))
+
+
+def odd(op: str, options: argparse.Namespace) -> Iterator[Row]:
+    for row in by_data(op, options.only or ODD_COLUMNS, (100.0,), options.dtype, options.w_dtype):
+        yield row
+    for row in by_data(op, options.only or FEW_COLUMNS, (100.0,), options.dtype, options.w_dtype):
+        for gap, start in LAYOUTS:
+            yield Row(row.case, gap, start)
+
+
+def named(op: str, shapes: Sequence[tuple[int, int]], options: argparse.Namespace, *dtypes: str) -> Iterator[Row]:
+    for rows, columns in shapes:
+        if not options.only or columns in options.only:
+            yield Row(bench.case(op, rows, columns, *(dtypes or (options.dtype, options.w_dtype))))
+
+
+# name: which ops it is about, and its rows for one of them
+SETS: dict[str, tuple[str, Callable[[str, argparse.Namespace], Iterator[Row]]]] = {
+    "sizes": ("_backward", lambda op, o: by_data(op, o.only or COLUMNS, o.sizes, o.dtype, o.w_dtype)),
+    "dtypes": (
+        "_backward",
+        lambda op, o: (
+            row for dtype in ("float16", "float32") for row in by_data(op, o.only or FEW_COLUMNS, o.sizes, dtype)
+        ),
+    ),
+    "pytorch": ("_backward", lambda op, o: named(op, PYTORCH, o)),
+    "triton": (
+        "layernorm_backward",
+        lambda op, o: named(op, [(4096, columns) for columns in range(1024, 16384, 512)], o, "float16", "float16"),
+    ),
+    "odd": ("_backward", odd),
+    "small": ("_backward", lambda op, o: named(op, SMALL, o)),
+    "forward": (
+        "_forward",
+        lambda op, o: by_data(op, o.only or COLUMNS, [size for size in o.sizes if size >= 100], o.dtype, o.w_dtype),
+    ),
+}
+
+
+def rows_of(options: argparse.Namespace) -> list[Row]:
+    chosen = [
+        row
+        for name in options.set
         for op in options.ops
-        for size in options.sizes
-        for columns in options.only
+        if op.endswith(SETS[name][0])
+        for row in SETS[name][1](op, options)
     ]
-    rows = []
-    for case in report.progress(cases, lambda case: f"{case.op} {case.shape}"):
-        measured = bench.measure_case(case, xp=cupy)
-        limit = bound_seconds(measured, cupy)
-        meets = "yes" if measured.seconds <= limit else "no"
-        times = [f"{seconds * 1e6:.1f}" for seconds in (measured.seconds, measured.triad_seconds, limit)]
-        rows.append([case.op, case.shape, case.dtypes, *times[:2], f"{measured.fraction:.3f}", times[2], meets])
+    return list(dict.fromkeys(chosen))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from cupynorm import cli
+
+    options = parse(arguments)
+    return cli.guarded("roofline.py", lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> int:
+    from cupynorm import cli
+
+    chosen = rows_of(options)
+    if not chosen:
+        raise cli.UsageError("nothing to measure: no set that was chosen has such ops, sizes and N")
+    with ExitStack() as files:
+        target = cli.writable(files, "--csv", options.csv)
+        cupy, reason = cli.usable_cupy()
+        if cupy is None:
+            raise cli.UsageError(f"a CUDA device and CuPy are needed: {reason}")
+        lines = []
+        for row in report.progress(chosen, lambda row: f"{row.case.op} {row.case.shape}"):
+            inputs = bench.make_inputs(row.case, cupy)
+            if row.gap or row.start:
+                inputs |= {name: spread(inputs[name], row, cupy) for name in ("x", "dy") if name in inputs}
+            measured = bench.measure_case(row.case, inputs, xp=cupy)
+            del inputs
+            limit = bound_seconds(row, measured, cupy)
+            meets = "yes" if measured.seconds <= limit else "no"
+            times = [f"{seconds * 1e6:.1f}" for seconds in (measured.seconds, measured.triad_seconds, limit)]
+            case, share = row.case, f"{measured.fraction:.3f}"
+            lines.append([case.op, case.shape, case.dtypes, row.layout, *times[:2], share, times[2], meets])
+        if target:
+            with target.open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([HEAD, *lines])
     print(f"{bench.device_name(cupy)}; a call that does nothing reads {measured.empty_seconds * 1e6:.1f} us\n")
-    print(report.table(HEAD, rows))
-    print(f"\n{sum(row[-1] == 'yes' for row in rows)} of {len(rows)} meet their bound")
-    if options.csv:
-        with options.csv.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([HEAD, *rows])
+    print(report.table(HEAD, lines))
+    print(f"\n{sum(line[-1] == 'yes' for line in lines)} of {len(lines)} meet their bound")
     return 0
 
 
-def bound_seconds(measured: bench.Measurement, cupy: Any) -> float:
-    case = measured.case
+def spread(array: Any, row: Row, xp: Any) -> Any:
+    """The same numbers, with the row's gap and start."""
+    rows, columns = array.shape
+    memory = xp.empty(row.start + rows * (columns + row.gap), array.dtype)
+    view = memory[row.start :].reshape(rows, columns + row.gap)[:, :columns]
+    view[...] = array
+    return view
+
+
+def bound_seconds(row: Row, measured: bench.Measurement, cupy: Any) -> float:
+    case = row.case
     if not case.backward:
         return copy_seconds_per_byte(cupy, case.rows * case.columns * case.dtype.itemsize) * case.bytes / 0.96
-    if 3 * case.rows * case.columns * case.dtype.itemsize < 24e6:  # 25 MB, rows rounded
+    if not row.aligned:
+        return measured.triad_seconds / 0.90 + 3e-6
+    if row.data_bytes < 24e6:  # 25 MB, rows rounded
         return measured.triad_seconds + 2.5e-6
     share, constant = (0.97, 2.5e-6) if case.norm == "layernorm" else (0.975, 2e-6)
     return measured.triad_seconds / share + constant
@@ -80,22 +204,35 @@ def copy_seconds_per_byte(cupy: Any, nbytes: int) -> float:
     return seconds / (2 * nbytes)
 
 
-def parse() -> argparse.Namespace:
-    def listed(convert: Any) -> Any:
-        return lambda text: tuple(convert(item) for item in text.split(","))
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    from cupynorm import cli
 
-    parser = argparse.ArgumentParser(description="Time the norms against the memory limit, for many N.")
-    parser.add_argument(
-        "--ops", nargs="+", choices=bench.OPS, default=bench.OPS[:2], metavar="OP", help=", ".join(bench.OPS)
-    )
-    parser.add_argument(
-        "--sizes", type=listed(float), default=SIZES, metavar="MB,…", help="data in MB; default 25,100,1000"
-    )
-    parser.add_argument("--only", type=listed(int), default=COLUMNS, metavar="N,…", help="only these N")
-    parser.add_argument("--dtype", choices=bench.DTYPES, default="bfloat16")
-    parser.add_argument("--w-dtype", choices=bench.DTYPES, help="default: float32, float64 with float64")
+    def listed(convert: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+        return lambda text: tuple(dict.fromkeys(convert(item) for item in text.split(",")))
+
+    def megabytes(text: str) -> float:
+        return cli.positive(text, float)
+
+    def columns(text: str) -> int:
+        return cli.positive(text, int)
+
+    def set_name(text: str) -> str:
+        if text != "all" and text not in SETS:
+            raise argparse.ArgumentTypeError(f"unknown set {text!r}; one of {', '.join(SETS)}, all is needed")
+        return text
+
+    parser = cli.Parser(prog="roofline.py", description="Time the norms against the memory limit.")
+    parser.add_argument("--set", type=listed(set_name), default=("sizes",), metavar="NAME,…", help=", ".join(SETS))
+    parser.add_argument("--ops", nargs="+", type=cli.op, default=bench.OPS, metavar="OP", help=", ".join(bench.OPS))
+    parser.add_argument("--sizes", type=listed(megabytes), default=SIZES, metavar="MB,…", help="default: 25,100,1000")
+    parser.add_argument("--only", type=listed(columns), metavar="N,…", help="only these N")
+    parser.add_argument("--dtype", type=cli.dtype, default="bfloat16", help="where a set has no own; default: bfloat16")
+    parser.add_argument("--w-dtype", type=cli.dtype, help="default: float32, float64 with float64")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
-    return parser.parse_args()
+    options = parser.parse_args(arguments)
+    if "all" in options.set:
+        options.set = tuple(SETS)
+    return options
 
 
 if __name__ == "__main__":

@@ -6,21 +6,20 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform
-import re
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 import cupynorm
 
-from . import bench, report
+from . import bench, cli, report
+from .cli import pick_device as _pick_device
 
 TRANSFORMER_SIZES = ((16384, 1024), (32768, 4096), (8192, 8192), (4096, 16384))
 HOST_SIZES = ((4096, 1024), (2048, 4096), (512, 16384))
@@ -29,22 +28,7 @@ QUICK_SIZES = ((128, 256), (33, 1000))
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    try:
-        status: int = options.command(options)
-        sys.stdout.flush()
-        return status
-    except _UsageError as error:
-        print(f"python -m cupynorm: {error}", file=sys.stderr)
-        return 2
-    except MemoryError as error:
-        print(f"python -m cupynorm: out of memory: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        print("python -m cupynorm: interrupted", file=sys.stderr)
-        return 130
+    return cli.guarded("python -m cupynorm", lambda: options.command(options))
 
 
 # --- the main job -----------------------------------------------------------------------------------------
@@ -123,12 +107,12 @@ def bench_command(options: argparse.Namespace) -> int:
         for dtype in options.dtype
         for shape in options.shape
     ]
-    file_format = _plot_format(options.plot) if options.plot else ""
+    file_format = cli.plot_format(options.plot) if options.plot else ""
     if options.csv and options.plot and options.csv.resolve() == options.plot.resolve():
-        raise _UsageError(f"--csv and --plot both name {options.csv}")
+        raise cli.UsageError(f"--csv and --plot both name {options.csv}")
     with ExitStack() as files:
-        csv_part = _writable(files, "--csv", options.csv)
-        plot_part = _writable(files, "--plot", options.plot)
+        csv_part = cli.writable(files, "--csv", options.csv)
+        plot_part = cli.writable(files, "--plot", options.plot)
         xp, explanation = _pick_device(options.device)
         cuda = xp is not np
         measurements = [
@@ -146,24 +130,6 @@ def bench_command(options: argparse.Namespace) -> int:
     print()
     _print_method(cuda, measurements)
     return 0
-
-
-def _writable(files: ExitStack, option: str, path: Path | None) -> Path | None:
-    try:
-        return files.enter_context(report.replaced(path)) if path else None
-    except OSError as error:
-        raise _UsageError(f"argument {option}: cannot write {path}: {error.strerror or error}") from None
-
-
-def _plot_format(path: Path) -> str:
-    try:
-        formats = report.plot_formats()
-    except ImportError:
-        raise _UsageError("argument --plot: needs matplotlib: pip install matplotlib") from None
-    ending = path.suffix[1:].lower()
-    if ending not in formats:
-        raise _UsageError(f"argument --plot: {path} should end in one of {', '.join('.' + f for f in sorted(formats))}")
-    return ending
 
 
 def _print_method(cuda: bool, measurements: Sequence[bench.Measurement]) -> None:
@@ -189,7 +155,7 @@ def info(options: argparse.Namespace) -> int:
         ("kernels_cu", _kernels_folder()),
         ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ("numpy", np.__version__),
-        ("ml_dtypes", _version("ml_dtypes") or "not installed: no bfloat16 in NumPy arrays"),
+        ("ml_dtypes", cli.version("ml_dtypes") or "not installed: no bfloat16 in NumPy arrays"),
         ("CPU", f"{bench.host_threads()} threads for this process"),
         *_cuda_lines(),
     ]
@@ -210,7 +176,7 @@ def _cuda_lines() -> list[tuple[str, str]]:
         try:
             return str(read())
         except Exception as error:  # CuPy's own error types, without a driver or a library
-            return f"not available: {_first_line(error)}"
+            return f"not available: {cli.first_line(error)}"
 
     def dotted(number: int) -> str:
         return f"{number // 1000}.{number % 1000 // 10}" if number else "none"
@@ -225,7 +191,7 @@ def _cuda_lines() -> list[tuple[str, str]]:
     try:
         count = runtime.getDeviceCount()
     except Exception as error:
-        return [*lines, ("CUDA device", f"none: {_first_line(error)}")]
+        return [*lines, ("CUDA device", f"none: {cli.first_line(error)}")]
     for device in range(count):
         properties = runtime.getDeviceProperties(device)
         major, minor = properties["major"], properties["minor"]
@@ -249,92 +215,11 @@ def _kernels_folder() -> str:
     return f"{len(list(folder.glob('*.cu*')))} files in {folder}"
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-# --- the device -------------------------------------------------------------------------------------------
-
-
-def _pick_device(wanted: str | None) -> tuple[Any, str]:
-    """numpy or cupy, and the line that says which and why. Raises _UsageError where `wanted` is not to be had."""
-    here = f"cupynorm {cupynorm.__version__} on"
-    on_host = f"{here} NumPy arrays ({bench.host_threads()} threads)"
-    if wanted == "numpy":
-        return np, f"{on_host}, as asked."
-    cupy, reason = _usable_cupy()
-    if cupy is not None:
-        major, minor = divmod(int(cupy.cuda.Device().compute_capability), 10)
-        return cupy, f"{here} {bench.device_name(cupy)}, compute capability {major}.{minor}."
-    if wanted == "cuda":
-        raise _UsageError(f"argument --device: no CUDA: {reason}")
-    return np, f"{on_host}; not on CUDA, because {reason}."
-
-
-def _usable_cupy() -> tuple[Any, str]:
-    """CuPy, where its device answers and can compile; else None and the reason."""
-    try:
-        import cupy
-    except ImportError as error:
-        installed = _version("cupy") or _version("cupy-cuda12x") or _version("cupy-cuda13x")
-        return None, f"CuPy cannot be imported ({_first_line(error)})" if installed else "CuPy is not installed"
-    try:
-        if not cupy.cuda.runtime.driverGetVersion():
-            return None, "there is no NVIDIA driver"
-        if not cupy.cuda.runtime.getDeviceCount():
-            return None, "there is no CUDA device"
-        cupy.empty(1).fill(0)
-        cupy.cuda.get_current_stream().synchronize()
-        cupy.cuda.nvrtc.getVersion()
-    except Exception as error:  # CuPy's own error types
-        return None, f"no CUDA device answers ({_first_line(error)})"
-    return cupy, ""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
 # --- the command line -------------------------------------------------------------------------------------
 
 
-class _UsageError(Exception):
-    """What the user asked for cannot be done: one line, exit status 2."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def _op(text: str) -> str:
-    if text not in bench.OPS:
-        raise argparse.ArgumentTypeError(f"unknown op {text!r}; one of {', '.join(bench.OPS)} is needed")
-    return text
-
-
-def _shape(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([1-9][0-9]{0,15})x([1-9][0-9]{0,15})", text, re.ASCII)
-    if not match:
-        raise argparse.ArgumentTypeError(f"got {text!r}; ROWSxN with both at least 1 is needed, such as 32768x4096")
-    rows, columns = int(match[1]), int(match[2])
-    if rows * columns > 1 << 40:
-        raise argparse.ArgumentTypeError(f"{text} is more than 2^40 elements, and no device holds them")
-    return rows, columns
-
-
-def _dtype(text: str) -> Any:
-    try:
-        return bench.dtype_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = cli.Parser(
         prog="python -m cupynorm",
         description="Run both norms forward and backward on real sizes, check each against float64, print one table. "
         "Exit status 1 if a check fails.",
@@ -344,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"cupynorm {cupynorm.__version__}")
     parser.add_argument("--quick", action="store_true", help="small sizes, few repeats: checks, but no useful timings")
     parser.add_argument("--device", **devices)  # type: ignore[arg-type]
-    commands = parser.add_subparsers(title="other commands", metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(title="other commands", metavar="COMMAND", parser_class=cli.Parser)
 
     about = commands.add_parser("info", help="versions, devices, where the kernels and their cache lie")
     about.set_defaults(command=info)
@@ -352,10 +237,12 @@ def _parser() -> argparse.ArgumentParser:
     measure = commands.add_parser("bench", help="measure the sizes that you name")
     measure.set_defaults(command=bench_command)
     several = {"nargs": "+", "action": "extend", "required": True}
-    measure.add_argument("--op", type=_op, metavar="OP", help=", ".join(bench.OPS), **several)  # type: ignore[arg-type]
-    measure.add_argument("--shape", type=_shape, metavar="ROWSxN", help="such as 32768x4096", **several)  # type: ignore[arg-type]
-    measure.add_argument("--dtype", type=_dtype, metavar="DTYPE", help=", ".join(bench.DTYPES), **several)  # type: ignore[arg-type]
-    measure.add_argument("--w-dtype", type=_dtype, metavar="DTYPE", help="of w; default: float32, float64 with float64")
+    measure.add_argument("--op", type=cli.op, metavar="OP", help=", ".join(bench.OPS), **several)  # type: ignore[arg-type]
+    measure.add_argument("--shape", type=cli.shape, metavar="ROWSxN", help="such as 32768x4096", **several)  # type: ignore[arg-type]
+    measure.add_argument("--dtype", type=cli.dtype, metavar="DTYPE", help=", ".join(bench.DTYPES), **several)  # type: ignore[arg-type]
+    measure.add_argument(
+        "--w-dtype", type=cli.dtype, metavar="DTYPE", help="of w; default: float32, float64 with float64"
+    )
     measure.add_argument("--bias", action=argparse.BooleanOptionalAction, help="default: LayerNorm yes, RMSNorm no")
     measure.add_argument("--device", default=argparse.SUPPRESS, **devices)  # type: ignore[arg-type]
     measure.add_argument("--csv", type=Path, metavar="FILE", help="write the figures there")

@@ -15,6 +15,9 @@ from typing import Any, TextIO
 
 from .bench import Measurement
 
+Lines = dict[str, list[tuple[int, float]]]  # by label: N and GB/s
+TRIAD = "triad z = x + dy"
+
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Columns under their heads: the three that name the case to the left, figures to the right."""
@@ -113,11 +116,8 @@ def plot_formats() -> set[str]:
 
 
 def write_plot(path: Path, measurements: Sequence[Measurement], file_format: str) -> None:
-    """GB/s against N, a line for each op and dtype, the triad as the ceiling; readable in black and white."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, NullLocator
-
-    lines: dict[str, list[tuple[int, float]]] = {}
+    """GB/s against N, a line for each op and dtype, the triad as the ceiling."""
+    lines: Lines = {}
     ceilings: dict[str, dict[int, float]] = {}
     rows_by_columns: dict[int, set[int]] = {}
     for m in measurements:
@@ -130,27 +130,35 @@ def write_plot(path: Path, measurements: Sequence[Measurement], file_format: str
         lines.setdefault(label, []).append((m.case.columns, m.gbps))
         triads = ceilings.setdefault(m.case.dtype.name, {})
         triads[m.case.columns] = max(triads.get(m.case.columns, 0.0), m.triad.gbps)
+    labels = {name: f"{TRIAD}, {name}" if len(ceilings) > 1 else TRIAD for name in ceilings}
+    draw(
+        path,
+        file_format,
+        f"cupynorm on {measurements[0].device}",
+        lines,
+        {labels[name]: list(triads.items()) for name, triads in ceilings.items()},
+    )
+
+
+def draw(path: Path, file_format: str, title: str, lines: Lines, ceilings: Lines, remark: str = "") -> None:
+    """Lines of (N, GB/s) under their ceilings, N on a logarithmic axis; readable in black and white."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullLocator
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    for number, (name, triads) in enumerate(ceilings.items()):
-        label = "triad z = x + dy" + (f", {name}" if len(ceilings) > 1 else "")
-        width = 3.0 - 0.8 * number
+    for number, (label, points) in enumerate(ceilings.items()):
         axes.plot(
-            *zip(*sorted(triads.items()), strict=True),
-            color="0.65",
-            linewidth=width,
-            label=label,
-            marker="_",
-            markersize=14,
-        )
+            *zip(*sorted(points), strict=True),
+            color="0.65", linewidth=3.0 - 0.8 * number, label=label, marker="_", markersize=14,
+        )  # fmt: skip
     for number, (label, points) in enumerate(lines.items()):
         axes.plot(
             *zip(*sorted(points), strict=True),
             color=("black", "0.4")[number // 4 % 2], linestyle=("-", "--", ":", "-.")[number % 4],
             marker="osD^vPX*"[number % 8], markersize=6, label=label,
         )  # fmt: skip
-    columns = sorted({m.case.columns for m in measurements})
+    columns = sorted({n for points in (*lines.values(), *ceilings.values()) for n, _ in points})
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(columns))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -158,7 +166,9 @@ def write_plot(path: Path, measurements: Sequence[Measurement], file_format: str
     axes.set_ylim(bottom=0)
     axes.set_xlabel("N, elements in a row")
     axes.set_ylabel("GB/s of the bytes that the work needs")
-    axes.set_title(f"cupynorm on {measurements[0].device}")
+    axes.set_title(title)
+    if remark:
+        figure.supxlabel(remark, fontsize="x-small", color="0.3")
     axes.grid(color="0.9")
     axes.legend(fontsize="small")
     figure.savefig(path, format=file_format, dpi=150)

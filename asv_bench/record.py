@@ -1,0 +1,175 @@
+"""Record commits with the Python that is there, for machines that cannot build environments:
+
+    python asv_bench/record.py COMMIT [COMMIT ...] [--machine NAME] [--python PATH] [--bench REGEX]
+
+For each commit: checked out into a temporary worktree, found through PYTHONPATH, measured by `asv run` with the
+benchmarks of this checkout, written to asv_bench/results/. The Python must have asv and what cupynorm needs (NumPy; for
+CUDA CuPy and ml_dtypes, too). A commit that was recorded before on the machine is measured anew and replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "asv_bench" / "results"
+
+# Runs in the Python that is to measure, on the package of one commit.
+DESCRIBE = """
+import json, platform
+import numpy, cupynorm
+about = {"python": platform.python_version(), "numpy": numpy.__version__, "package": cupynorm.__file__, "gpu": "none"}
+try:
+    import cupy
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(runtime.getDevice())
+    number = runtime.driverGetVersion()
+    about["cupy"] = cupy.__version__
+    about["gpu"] = f"{properties['name'].decode()}, driver for CUDA {number // 1000}.{number % 1000 // 10}"
+except Exception:  # no CuPy, no driver, no device
+    pass
+print(json.dumps(about))
+"""
+
+
+class Failure(Exception):
+    """One line for the user."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        commits = [git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}", say=name) for name in options.commits]
+        for number, commit in enumerate(commits, 1):
+            print(f"[{number}/{len(commits)}] {git('log', '-1', '--format=%h %s', commit)}", flush=True)
+            record(commit, options)
+    except Failure as failure:
+        print(f"record.py: {failure}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def record(commit: str, options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        worktree = Path(folder) / "cupynorm"
+        git("worktree", "add", "--quiet", "--detach", str(worktree), commit)
+        try:
+            # asv drops PYTHONPATH unless it finds the same in ASV_PYTHONPATH; processes started by benchmarks keep it.
+            path = os.pathsep.join([str(worktree), *filter(None, [os.environ.get("PYTHONPATH")])])
+            environment = os.environ | {"PYTHONPATH": path, "ASV_PYTHONPATH": path}
+            about = describe(options.python, environment, worktree)
+            machine = options.machine or machine_name(about["gpu"])
+            save_machine(machine, about["gpu"])
+            before = files_of(machine)
+            command = [sys.executable, "-m", "asv", "run", "--config", str(ROOT / "asv.conf.json"), "--no-pull"]
+            command += ["-E", f"existing:{options.python}", "--set-commit-hash", commit, "--machine", machine]
+            command += ["--durations", "all", *(["--bench", options.bench] if options.bench else [])]
+            status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+            written = [path for path, _ in files_of(machine) - before if path.name.startswith(commit[:8])]
+            if not written:
+                raise Failure(f"asv recorded nothing for {commit[:8]} (its exit status: {status})")
+            rename_environment(written[0], about)
+        finally:
+            git("worktree", "remove", "--force", str(worktree))
+
+
+def files_of(machine: str) -> set[tuple[Path, int]]:
+    return {(path, path.stat().st_mtime_ns) for path in RESULTS.glob(f"{machine}/*.json")}
+
+
+def describe(python: str, environment: dict[str, str], worktree: Path) -> dict[str, str]:
+    """Versions and device, and a check that it is this commit's package that gets imported."""
+    command = [python, "-c", DESCRIBE]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=worktree.parent, check=False)
+    if done.returncode:
+        raise Failure(
+            f"{python} cannot import cupynorm: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
+        )
+    about: dict[str, str] = json.loads(done.stdout)
+    if not Path(about["package"]).is_relative_to(worktree):
+        raise Failure(f"{python} imports cupynorm from {about['package']}, not from the commit's worktree")
+    return about
+
+
+def machine_name(gpu: str) -> str:
+    from asv.machine import Machine
+
+    name = Machine.get_unique_machine_name() if gpu == "none" else gpu.partition(",")[0]
+    return re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-")
+
+
+def save_machine(name: str, gpu: str) -> None:
+    """Where `asv machine` keeps it, with the GPU, about which asv does not ask."""
+    from asv.machine import Machine, MachineCollection
+
+    fields: dict[str, Any] = Machine.get_defaults()
+    fields["os"] = re.match(r"[^-]*", fields["os"])[0]  # type: ignore[index]  # "Linux 6.1.0", no build numbers
+    MachineCollection.save(name, fields | {"machine": name, "gpu": gpu})
+
+
+def rename_environment(path: Path, about: dict[str, str]) -> None:
+    """asv names an existing environment after its path; versions say more, on any machine."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    python = ".".join(about["python"].split(".")[:2])
+    versions = {name: about[name] for name in ("numpy", "cupy") if name in about}
+    name = "-".join([f"existing-py{python}", *(f"{name}{version}" for name, version in versions.items())])
+    result.update(env_name=name, python=python, requirements=versions)
+    result["params"] |= versions | {"python": python}
+    path.unlink()
+    target = path.with_name(f"{result['commit_hash'][:8]}-{name}.json")
+    target.write_text(json.dumps(result, sort_keys=True, indent=1) + "\n", encoding="utf-8")
+
+
+def git(*arguments: str, say: str = "") -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Failure(f"no commit is called {say!r}" if say else f"git {arguments[0]}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="record.py", description="Record commits with the Python that is there.")
+    parser.add_argument("commits", nargs="+", metavar="COMMIT")
+    parser.add_argument("--machine", type=machine, metavar="NAME", help="default: the GPU's name, else the host's")
+    parser.add_argument("--python", default=sys.executable, metavar="PATH", help="default: the one that runs this")
+    parser.add_argument("--bench", type=regex, metavar="REGEX", help="only these benchmarks")
+    options = parser.parse_args(arguments)
+    if not os.access(options.python, os.X_OK):
+        parser.error(f"argument --python: {options.python} is not a program")
+    try:
+        import asv  # noqa: F401
+    except ImportError as error:
+        parser.error(f"asv is needed: pip install asv ({error})")
+    return options
+
+
+def machine(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", text):
+        raise argparse.ArgumentTypeError(f"got {text!r}; letters, digits, '.', '_' and '-' are needed")
+    return text
+
+
+def regex(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

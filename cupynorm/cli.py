@@ -1,0 +1,161 @@
+"""What the command line and the scripts of asv_bench/ share: arguments, files, the choice of a device, the way to fail.
+
+Whatever a user gets wrong is one line on stderr and exit status 2, before anything is measured or written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import re
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+
+import cupynorm
+
+from . import bench, report
+
+Number = TypeVar("Number", int, float)
+
+
+class UsageError(Exception):
+    """What the user asked for cannot be done: one line, exit status 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def guarded(program: str, command: Callable[[], int]) -> int:
+    """The command's exit status, or that of what stopped it, said in one line."""
+    try:
+        status = command()
+        sys.stdout.flush()
+        return status
+    except UsageError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    except MemoryError as error:
+        print(f"{program}: out of memory: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        return 130
+
+
+# --- arguments --------------------------------------------------------------------------------------------
+
+
+def op(text: str) -> str:
+    if text not in bench.OPS:
+        raise argparse.ArgumentTypeError(f"unknown op {text!r}; one of {', '.join(bench.OPS)} is needed")
+    return text
+
+
+def shape(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9][0-9]{0,15})x([1-9][0-9]{0,15})", text, re.ASCII)
+    if not match:
+        raise argparse.ArgumentTypeError(f"got {text!r}; ROWSxN with both at least 1 is needed, such as 32768x4096")
+    rows, columns = int(match[1]), int(match[2])
+    if rows * columns > 1 << 40:
+        raise argparse.ArgumentTypeError(f"{text} is more than 2^40 elements, and no device holds them")
+    return rows, columns
+
+
+def dtype(text: str) -> Any:
+    try:
+        return bench.dtype_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def positive(text: str, kind: type[Number]) -> Number:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = kind(0)
+    if not 0 < value <= 1 << 40:
+        raise argparse.ArgumentTypeError(f"got {text!r}; a number above 0 is needed")
+    return value
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def writable(files: ExitStack, option: str, path: Path | None) -> Path | None:
+    """A file to write into that becomes `path` once `files` closes without an exception."""
+    try:
+        return files.enter_context(report.replaced(path)) if path else None
+    except OSError as error:
+        raise UsageError(f"argument {option}: cannot write {path}: {error.strerror or error}") from None
+
+
+def plot_format(path: Path) -> str:
+    """What matplotlib is to write, by the path's ending."""
+    try:
+        formats = report.plot_formats()
+    except ImportError:
+        raise UsageError("argument --plot: needs matplotlib: pip install matplotlib") from None
+    ending = path.suffix[1:].lower()
+    if ending not in formats:
+        raise UsageError(f"argument --plot: {path} should end in one of {', '.join('.' + f for f in sorted(formats))}")
+    return ending
+
+
+# --- the device -------------------------------------------------------------------------------------------
+
+
+def pick_device(wanted: str | None) -> tuple[Any, str]:
+    """numpy or cupy, and the line that says which and why. Raises UsageError where `wanted` is not to be had."""
+    here = f"cupynorm {cupynorm.__version__} on"
+    on_host = f"{here} NumPy arrays ({bench.host_threads()} threads)"
+    if wanted == "numpy":
+        return np, f"{on_host}, as asked."
+    cupy, reason = usable_cupy()
+    if cupy is not None:
+        major, minor = divmod(int(cupy.cuda.Device().compute_capability), 10)
+        return cupy, f"{here} {bench.device_name(cupy)}, compute capability {major}.{minor}."
+    if wanted == "cuda":
+        raise UsageError(f"argument --device: no CUDA: {reason}")
+    return np, f"{on_host}; not on CUDA, because {reason}."
+
+
+def usable_cupy() -> tuple[Any, str]:
+    """CuPy, where its device answers and can compile; else None and the reason."""
+    try:
+        import cupy
+    except ImportError as error:
+        installed = version("cupy") or version("cupy-cuda12x") or version("cupy-cuda13x")
+        return None, f"CuPy cannot be imported ({first_line(error)})" if installed else "CuPy is not installed"
+    try:
+        if not cupy.cuda.runtime.driverGetVersion():
+            return None, "there is no NVIDIA driver"
+        if not cupy.cuda.runtime.getDeviceCount():
+            return None, "there is no CUDA device"
+        cupy.empty(1).fill(0)
+        cupy.cuda.get_current_stream().synchronize()
+        cupy.cuda.nvrtc.getVersion()
+    except Exception as error:  # CuPy's own error types
+        return None, f"no CUDA device answers ({first_line(error)})"
+    return cupy, ""
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

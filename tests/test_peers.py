@@ -1,0 +1,295 @@
+"""asv_bench/peers.py and roofline.py: their tables, files and errors, on NumPy arrays and small sizes."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupynorm import bench
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def script(name: str) -> ModuleType:
+    specification = importlib.util.spec_from_file_location(f"asv_bench_{name}", ROOT / "asv_bench" / f"{name}.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+peers, roofline, record = script("peers"), script("roofline"), script("record")
+SMALL = [  # figures may read 0.0
+    "--device",
+    "numpy",
+    "--rows",
+    "16",
+    "--n",
+    "32,48",
+    "--repeats",
+    "1",
+    "--dtype",
+    "float32",
+]
+
+
+def status(main: Any, arguments: list[str]) -> int:
+    """The exit status, whether returned or raised by argparse."""
+    try:
+        return int(main(arguments))
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+# --- the table, CSV and the pictures ----------------------------------------------------------------------
+
+
+def double(inputs: Any) -> Any:
+    """A peer that is off by a factor."""
+    return lambda: tuple(2 * gradient for gradient in honest(inputs)())
+
+
+def honest(inputs: Any) -> Any:
+    arrays = [inputs.x, inputs.w, inputs.dy, *([inputs.mean] if inputs.is_layernorm else []), inputs.rstd]
+    import cupynorm
+
+    return lambda: getattr(cupynorm, inputs.case.op)(*arrays)
+
+
+def refuses(inputs: Any) -> Any:
+    if inputs.columns == 48:
+        raise RuntimeError("only 32 columns\nand a long story")
+    return honest(inputs)
+
+
+@pytest.fixture
+def fake_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers that need no other framework: arrays stay NumPy's."""
+    monkeypatch.setattr(peers, "to_torch", lambda array: array)
+    monkeypatch.setattr(
+        peers,
+        "PEERS",
+        {
+            "honest": (honest, "numpy", "numpy", True),
+            "wrong": (double, "numpy", "numpy", True),
+            "choosy": (refuses, "numpy", "numpy", True),
+            "missing": (honest, "no_such_module", "no-such-package", True),
+            "gpu": (honest, "numpy", "numpy", False),
+        },
+    )
+
+
+@pytest.mark.usefixtures("fake_peers")
+def test_table_csv_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "peers.csv"
+    options = ["--peers", "honest,wrong,choosy,missing,gpu", "--csv", str(target)]
+    assert status(peers.main, [*SMALL, *options]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].split(",")[1].strip() == "CPU"
+    assert "commit" in out[1]
+    assert f"numpy {np.__version__}" in out[2]
+    head, _, *rows = (cells(line) for line in out if line.startswith("|"))
+    assert head[:8] == ["op", "M x N", "dtype x/w", "triad", "cupynorm", "honest", "wrong", "choosy"]
+    assert [row[:2] for row in rows] == [
+        [f"{norm}_backward", f"16x{columns}"] for norm in ("rmsnorm", "layernorm") for columns in (32, 48)
+    ]
+    for row in rows:
+        figures = dict(zip(head, row, strict=True))
+        assert float(figures["cupynorm"]) >= 0
+        assert float(figures["honest"]) >= 0
+        assert figures["wrong"] == "-"
+        assert (figures["choosy"] == "-") == (figures["M x N"] == "16x48")
+        assert float(figures["cupynorm / best peer"]) > 0
+    assert "absent: missing: ModuleNotFoundError: No module named 'no_such_module'" in out
+    assert "absent: gpu: needs CUDA" in out
+    assert "-: rmsnorm_backward 16x48 float32 choosy: RuntimeError: only 32 columns" in out
+    assert any(line.startswith("-: rmsnorm_backward 16x32 float32 wrong: dx is off by 1.0e+00") for line in out)
+
+    lines = target.read_text(encoding="utf-8").splitlines()
+    assert lines[:3] == [f"# {line}" for line in out[:3]]
+    table = list(csv.DictReader(lines[3:]))
+    assert len(table) == 4 * 4
+    for line in table:
+        assert bool(line["seconds"]) != bool(line["reason"])
+        if line["seconds"]:
+            assert float(line["gbps"]) == pytest.approx(
+                int(line["bytes"]) / float(line["seconds"]) / 1e9, rel=0.1, abs=0.01
+            )
+            assert float(line["error_dx"]) < 1e-6
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.usefixtures("fake_peers")
+@pytest.mark.parametrize("norms", [["rmsnorm"], ["rmsnorm", "layernorm"]])
+def test_pictures(norms: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = ["--norm", *norms, "--peers", "honest,choosy,gpu", "--plot", str(tmp_path / "peers.png")]
+    assert status(peers.main, [*SMALL, *options]) == 0
+    names = ["peers.png"] if len(norms) == 1 else ["peers-layernorm.png", "peers-rmsnorm.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    for path in tmp_path.iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pytorch_on_the_cpu(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("ml_dtypes")
+    assert status(peers.main, [*SMALL, "--dtype", dtype, "--peers", "eager,aten"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    head, _, *rows = (cells(line) for line in out if line.startswith("|"))
+    figures = {(row[0], row[1]): dict(zip(head, row, strict=True)) for row in rows}
+    assert len(figures) == 4
+    for (op, _), row in figures.items():
+        assert float(row["eager"]) >= 0
+        if op == "layernorm_backward" and dtype == "float32":
+            assert float(row["aten"]) >= 0
+
+
+def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "peers.csv"
+    target.write_text("older figures")
+    monkeypatch.setattr(bench, "measure_triad", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+    assert status(peers.main, [*SMALL, "--peers", "aten", "--csv", str(target)]) == 1
+    assert target.read_text() == "older figures"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+# --- the roofline's shapes ------------------------------------------------------------------------------
+
+
+def rooflines_rows(*arguments: str) -> list[Any]:
+    rows: list[Any] = roofline.rows_of(roofline.parse(arguments))
+    return rows
+
+
+def test_sets() -> None:
+    count = {name: len(rooflines_rows("--set", name)) for name in roofline.SETS}
+    assert count["sizes"] == 2 * 25 * 3
+    assert count["pytorch"] == 2 * 15
+    assert count["triton"] == 30
+    assert count["dtypes"] == 2 * 4 * 3 * 2
+    assert count["forward"] == 2 * 25 * 2
+    assert len(rooflines_rows("--set", "all")) == len(set(rooflines_rows("--set", "all"))) <= sum(count.values())
+    assert rooflines_rows() == rooflines_rows("--set", "sizes")
+    triton = rooflines_rows("--set", "triton")
+    assert [row.case.columns for row in triton] == list(range(1024, 15873, 512))
+    assert {(row.case.rows, row.case.dtypes, row.case.has_bias) for row in triton} == {(4096, "float16", True)}
+    small = rooflines_rows("--set", "small")
+    assert min(row.case.rows for row in small) == 1
+    assert max(row.data_bytes for row in small) < 25e6
+    assert not any(row.aligned for row in rooflines_rows("--set", "odd"))
+    assert all(row.aligned for row in rooflines_rows("--set", "pytorch"))
+    assert {row.case.columns for row in rooflines_rows("--set", "all", "--only", "4096")} == {4096}
+
+
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize("start", [0, 1])
+def test_spread_keeps_the_numbers(gap: int, start: int) -> None:
+    row = roofline.Row(bench.case("rmsnorm_backward", 5, 7), gap, start)
+    numbers = np.arange(35, dtype=np.float32).reshape(5, 7)
+    view = roofline.spread(numbers, row, np)
+    assert (view == numbers).all()
+    assert view.strides == (4 * (7 + gap), 4)
+    assert view.ctypes.data - view.base.ctypes.data == 4 * start
+
+
+def test_rooflines_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from cupynorm import cli
+
+    def measure_case(case: bench.Case, inputs: dict[str, Any], xp: Any) -> bench.Measurement:
+        return bench.Measurement(case, "stand-in", 115e-6, bench.Triad(1e-4, case.bytes), 1e-6)
+
+    monkeypatch.setattr(cli, "usable_cupy", lambda: (np, ""))
+    monkeypatch.setattr(bench, "make_inputs", lambda case, xp: {"x": np.ones((2, 8)), "dy": np.ones((2, 8))})
+    monkeypatch.setattr(bench, "measure_case", measure_case)
+    target = tmp_path / "roofline.csv"
+    assert status(roofline.main, ["--set", "sizes,odd", "--only", "1024", "--sizes", "100", "--csv", str(target)]) == 0
+    out = capsys.readouterr().out
+    with target.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    # 115 us against 100 / 0.975 + 2 and 100 / 0.97 + 2.5, and against 100 / 0.90 + 3 off 16-byte boundaries
+    assert [(line["layout"] == "dense", line["meets"]) for line in lines if line["op"] == "rmsnorm_backward"] == [
+        (True, "no"), (False, "no"), (False, "no"), (False, "no"),
+    ]  # fmt: skip
+    assert {line["bound us"] for line in lines} == {"104.6", "105.6", "114.1"}
+    assert out.count("1024 ") >= len(lines) == 8
+    assert out.endswith("0 of 8 meet their bound\n")
+
+
+# --- bad input --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "words"),
+    [
+        (peers, ["--norm", "batchnorm"], ["--norm", "batchnorm", "layernorm"]),
+        (peers, ["--n", "32x"], ["--n", "32x"]),
+        (peers, ["--n", "0"], ["--n", "'0'"]),
+        (peers, ["--n", ""], ["--n"]),
+        (peers, ["--rows", "-3"], ["--rows", "-3"]),
+        (peers, ["--data", "much"], ["--data", "much"]),
+        (peers, ["--data", "nan"], ["--data", "nan"]),
+        (peers, ["--data", "1", "--rows", "1"], ["--data", "--rows"]),
+        (peers, ["--dtype", "int32"], ["--dtype", "int32", "bfloat16"]),
+        (peers, ["--w-dtype", "double"], ["--w-dtype", "double", "float64"]),
+        (peers, ["--peers", "aten,thunder"], ["--peers", "thunder", "liger"]),
+        (peers, ["--device", "tpu"], ["--device", "tpu", "cuda"]),
+        (peers, ["--csv", "missing/peers.csv"], ["--csv", "missing"]),
+        (peers, ["--csv", "."], ["--csv", "not a regular file"]),
+        (peers, ["--plot", "missing/peers.png"], ["--plot", "missing"]),
+        (peers, ["--plot", "peers.docx"], ["--plot", "peers.docx", ".png"]),
+        (peers, ["--csv", "one.png", "--plot", "one.png"], ["--csv", "--plot", "one.png"]),
+        (peers, ["--frobnicate"], ["--frobnicate"]),
+        (roofline, ["--set", "sizes,nothing"], ["--set", "nothing", "pytorch"]),
+        (roofline, ["--ops", "softmax"], ["--ops", "softmax", "rmsnorm_backward"]),
+        (roofline, ["--sizes", "25,x"], ["--sizes", "x"]),
+        (roofline, ["--only", "0"], ["--only", "0"]),
+        (roofline, ["--dtype", "int32"], ["--dtype", "int32", "bfloat16"]),
+        (roofline, ["--csv", "missing/roofline.csv"], ["--csv", "missing"]),
+        (record, [], ["COMMIT"]),
+        (record, ["HEAD", "--python", "no/such/python"], ["--python", "no/such/python"]),
+        (record, ["HEAD", "--machine", "../up"], ["--machine", "../up"]),
+        (record, ["HEAD", "--bench", "("], ["--bench", "("]),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    module: ModuleType,
+    arguments: list[str],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "time_call", lambda *_, **__: pytest.fail("measured before the input was checked"))
+    assert status(module.main, arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1, captured.err
+    for word in words:
+        assert word in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_record_names_an_unknown_commit(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("asv")
+    assert status(record.main, ["no-such-commit"]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert "no-such-commit" in error
