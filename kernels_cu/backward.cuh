@@ -27,16 +27,14 @@ static_assert(!WEIGHT_OFFSET && !PER_HEAD && !ADD_RESIDUAL, "reserved switches")
 using X = X_TYPE;
 using Dy = DY_TYPE;
 
-template <class T> struct ComputeOf { using type = float; };
-template <> struct ComputeOf<double> { using type = double; };
 using Compute = typename ComputeOf<X>::type;
 
 constexpr int kColumnsPerThread = COLUMNS_PER_THREAD;
 constexpr int kVector = VECTOR ? 16 / minimum(sizeof(X), sizeof(Dy)) : 1;
 constexpr int kVectors = kColumnsPerThread / kVector;
 static_assert(kVectors * kVector == kColumnsPerThread, "the vectors cover a thread's columns exactly");
-// With more columns a thread than this a row takes whole warps; with these it may take a part of one.
-constexpr bool kWholeWarps = kColumnsPerThread > (sizeof(Compute) == 8 ? 8 : 16);
+
+#include "columns.cuh"
 
 // A thread adds this many rows into registers before it adds the registers into shared memory: two levels keep the
 // error of long float32 sums at that of short ones. Relative to the sum, n terms cost about 2.5e-8·sqrt(n/2).
@@ -86,29 +84,6 @@ struct RowCoefficients {
         const Compute g = kLayerNorm ? dy * w - c2 : dy * w;
         return (g - row.centred(x) * slope) * row.rstd;
     }
-};
-
-// One thread's columns: `kVectors` vectors. A warp's columns follow one another, and it reads consecutive memory. Where the
-// row ends early, a thread holds fewer, or none.
-struct Columns {
-    int first, count, lanes;
-
-    __device__ Columns(int thread, int threads, int columns) : count(columns), lanes(minimum(threads, 32)) {
-        first = thread / lanes * (lanes * kColumnsPerThread) + thread % lanes * kVector;
-    }
-    // From one vector to the next: known when compiled, where a row takes whole warps.
-    __device__ int step() const { return kWholeWarps ? 32 * kVector : lanes * kVector; }
-    __device__ int at(int vector) const { return first + vector * step(); }
-    __device__ bool holds(int vector) const { return at(vector) < count; }
-    // The same, but single columns are found anew where it is used: kept over the rows, the places of all of a thread's
-    // columns would fill its registers.
-    __device__ Columns found_anew() const {
-        Columns copy = *this;
-        if constexpr (kVector == 1) asm volatile("" : "+r"(copy.first));
-        return copy;
-    }
-    // A column that can be read in any case: work on it is wasted, but needs no branch.
-    __device__ int readable(int vector) const { return holds(vector) ? at(vector) : 0; }
 };
 
 using Weights = Compute[kVectors][kVector];

@@ -11,6 +11,10 @@ struct bfloat16 { unsigned short bits; };
 using float32 = float;
 using float64 = double;
 
+// The type of the arithmetic on elements of a type.
+template <class T> struct ComputeOf { using type = float; };
+template <> struct ComputeOf<double> { using type = double; };
+
 // The element type of an array that is read or written once per column, chosen at run time.
 enum ElementCode : int { kNone = 0, kFloat16 = 1, kBfloat16 = 2, kFloat32 = 3, kFloat64 = 4 };
 

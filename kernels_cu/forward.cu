@@ -1,51 +1,11 @@
-// Forward pass: y = (x − mean)·rstd·w + b, and the row's mean and rstd.
+// Forward pass without clusters: y, and the row's mean and rstd.
 //
-//     LayerNorm: mean = Σx / N, rstd = 1/sqrt(Σ(x − mean)² / N + eps)        RMSNorm: rstd = 1/sqrt(Σx² / N + eps)
-//
-// The variance is always that of centred values: rows far from zero lose nothing. Two routes, one a row that fits in the
-// registers of a group of threads, one for longer rows, which a block reads again for every sweep (from the L2 cache
-// where it can). Orders of sums: over a thread's columns, over lanes and warps by butterflies.
-//
-// Compile-time switches: LAYER_NORM, X_TYPE, VECTOR as in backward.cuh; reserved, and 0 so far: WEIGHT_OFFSET (w + offset
-// in place of w), PER_HEAD (one w for each head), ADD_RESIDUAL (x + residual in place of x).
-#include "element.cuh"
-#include "reduce.cuh"
+// Two routes, one for a row that fits in the registers of a group of threads, one for longer rows, which a block reads
+// again for every sweep (from the L2 cache where it can). Orders of sums: over a thread's columns, over lanes and warps
+// by butterflies.
+#include "forward.cuh"
 
-static_assert(!WEIGHT_OFFSET && !PER_HEAD && !ADD_RESIDUAL, "reserved switches");
-
-constexpr bool kLayerNorm = LAYER_NORM;
-using X = X_TYPE;
-template <class T> struct ComputeOf { using type = float; };
-template <> struct ComputeOf<double> { using type = double; };
-using Compute = typename ComputeOf<X>::type;
-
-constexpr int kColumnsPerThread = sizeof(Compute) == 8 ? 8 : 16;
-constexpr int kVector = VECTOR ? 16 / int(sizeof(X)) : 1;
-constexpr int kVectors = kColumnsPerThread / kVector;
 constexpr int kMaxThreads = VECTOR ? 512 : 256;  // single columns take more registers a thread
-
-struct ForwardArguments {
-    const X* x;
-    const void *w, *b;  // null: ones, zeros
-    X* y;
-    Compute *mean, *rstd;
-    int64 rows;
-    int64 x_row_stride, y_row_stride;  // in elements
-    double eps;
-    int columns;
-    int w_code, b_code;  // ElementCode
-    int group_threads;   // threads that share a row
-};
-static_assert(sizeof(ForwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
-
-using Vector = Packed<X, kVector>;
-
-__device__ inline Compute reciprocal_root(Compute mean_square, double eps) {
-    const bool in_double = sizeof(Compute) == 8 || (eps > 0 && eps < 1e-37);  // too small for a float32
-    const Compute root = in_double ? Compute(sqrt(double(mean_square) + eps))
-                                   : Compute(sqrtf(float(mean_square) + float(eps)));
-    return Compute(1) / root;
-}
 
 extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(const ForwardArguments a) {
     __shared__ GroupSum<Compute, kMaxThreads / 32> group_sum;

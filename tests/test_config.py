@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import ml_dtypes
 import numpy as np
@@ -46,7 +47,7 @@ def backward(columns: int, x: str, dy: str, rows: int = 4096, norm: str = "layer
     )
 
 
-def defined(chosen: config.BackwardConfig, name: str) -> int:
+def defined(chosen: config.BackwardConfig | config.ForwardConfig, name: str) -> int:
     (value,) = (text.removeprefix(f"-D{name}=") for text in chosen.definitions if text.startswith(f"-D{name}="))
     return int(value)
 
@@ -131,14 +132,30 @@ def test_rows_that_fit_on_chip_are_read_once():
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("x", DTYPES)
 def test_forward_configs_hold_their_rows(device, x, aligned):
-    compiled = {v.definitions for v in config.variants(device.compute_capability) if v.file == "forward.cu"}
-    for columns in COLUMNS:
-        problem = replace(backward(columns, x, x), direction="forward", dy_dtype=None, dy_row_stride=0)
-        chosen = config.forward_config(problem, aligned)
-        assert chosen.definitions in compiled
-        assert chosen.threads <= config.forward_max_threads("-DVECTOR=1" in chosen.definitions)
-        if chosen.kernel == "forward_direct":
-            assert columns <= chosen.group_threads * config.columns_per_thread(x)
+    compiled = {(v.file, v.definitions) for v in config.variants(device.compute_capability)}
+    for columns, gap in product(COLUMNS, (0, 8)):
+        problem = replace(
+            backward(columns, x, x), direction="forward", dy_dtype=None, dy_row_stride=0, x_row_stride=columns + gap
+        )
+        chosen = config.forward_config(problem, aligned, device)
+        at = f"{columns} columns, {gap} between rows: {chosen}"
+        vector = "-DVECTOR=1" in chosen.definitions
+        per_thread = defined(chosen, "COLUMNS_PER_THREAD")
+        assert (chosen.file, chosen.definitions) in compiled, at
+        assert chosen.threads % chosen.group_threads == 0, at
+        assert chosen.threads % 32 == 0, at
+        if chosen.kernel == "forward_staged":
+            assert device.has_clusters, at
+            assert chosen.threads <= config.FORWARD_STAGED_MAX_THREADS, at
+            assert chosen.slab_columns <= chosen.group_threads * per_thread, at
+            assert (chosen.cluster - 1) * chosen.slab_columns < columns <= chosen.cluster * chosen.slab_columns, at
+            assert chosen.groups == 1 or (chosen.cluster == 1 and gap == 0), at
+            assert 2 <= chosen.stages <= config.STAGED_MOST_STAGES, at
+            assert chosen.shared_bytes + config.STATIC_SHARED_BYTES <= device.shared_bytes, at
+        else:
+            assert chosen.threads <= config.forward_max_threads(vector), at
+            if chosen.kernel == "forward_direct":
+                assert columns <= chosen.group_threads * per_thread, at
 
 
 def test_mixed_types_take_vectors_of_the_smaller_one():

@@ -30,6 +30,10 @@ STAGED_BLOCKS = 2  # on a multiprocessor, of threads that hold 4096 columns or s
 # the lanes of 1, 2, 4 or 8 warps.
 STAGED_COLUMNS_PER_THREAD = {"float32": (24, 32, 40), "float64": (16,)}
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
+FORWARD_STAGED_MAX_THREADS = 512  # kMaxThreads of forward_staged.cu
+FORWARD_STAGED_LEAST_STAGES = 2
+FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
+FORWARD_STAGED_BLOCKS = 2  # of SMALL_BLOCK threads on a multiprocessor
 SPLIT_THREADS = 256
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
@@ -38,7 +42,7 @@ REDUCTION_SHARED_BYTES = 10 << 10  # left free for a block of the final reductio
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
 
 BACKWARD_ARGUMENTS = "9P4q6i"  # struct BackwardArguments in backward.cuh
-FORWARD_ARGUMENTS = "6P3qd4i"  # struct ForwardArguments in forward.cu
+FORWARD_ARGUMENTS = "6P3qd6i"  # struct ForwardArguments in forward.cuh
 PARTIALS_ARGUMENTS = "4Pq3i4x"  # struct PartialsArguments in partials.cu
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -91,10 +95,17 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    kernel: str  # "forward_direct" or "forward_swept"
+    """How one forward problem runs: see the head of the source file for what the words mean."""
+
+    file: str
+    kernel: str  # "forward_direct", "forward_swept" or "forward_staged"
     definitions: tuple[str, ...]
     threads: int
     group_threads: int
+    slab_columns: int = 0
+    cluster: int = 1
+    stages: int = 0
+    shared_bytes: int = 0
 
     @property
     def groups(self) -> int:
@@ -203,9 +214,7 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         groups = max(1, block_threads // group) if cluster == 1 and contiguous else 1
         threads = groups * group
         outer_bytes = _column_sums_bytes(problem, per_thread) * threads
-        step_bytes = sum(
-            _divide_up(groups * slab * ITEMSIZE[part] + (0 if vector else 32), 128) * 128 for part in (name, dy_name)
-        )
+        step_bytes = sum(_part_bytes(groups * slab, part, vector) for part in (name, dy_name))
         ring_bytes = STAGED_RING_BYTES if cluster < 8 else STAGED_LARGE_CLUSTER_RING_BYTES
         for blocks in _blocks_to_try(STAGED_BLOCKS * block_threads // threads):
             room = free_bytes // blocks - _staged_static_bytes(name, max_threads, cluster) - outer_bytes
@@ -250,8 +259,8 @@ def _blocks_to_try(most: int) -> tuple[int, ...]:
 
 
 def _staged_static_bytes(x_name: str, max_threads: int, cluster: int) -> int:
-    """What a block takes beside its dynamic shared memory: the system's kilobyte, and struct BlockState."""
-    return 1024 + 128 + max_threads // WARP * (32 + 8 * cluster * compute_itemsize(x_name))
+    """What a block takes beside its dynamic shared memory: the system's kilobyte, BlockState, a number a warp."""
+    return 1024 + 128 + max_threads // WARP * (32 + 9 * cluster * compute_itemsize(x_name))
 
 
 def _lanes(columns: int, per_thread: int, vector: bool) -> int:
@@ -309,25 +318,72 @@ def reduction_config(rows: int) -> ReductionConfig:
     return ReductionConfig(threads=256, row_threads=row_threads, columns=256 // row_threads * 4)
 
 
-def forward_config(problem: NormProblem, aligned: bool) -> ForwardConfig:
+def forward_config(problem: NormProblem, aligned: bool, device: Device) -> ForwardConfig:
     """Choose the forward kernel; `aligned` says that every row of x and y starts at a multiple of 16 bytes."""
     x = problem.x_dtype.name
     vector = vector_width(x) if aligned and problem.columns % vector_width(x) == 0 else 1
     definitions = _forward_definitions(problem.norm, x, vector > 1, _reserved_of(problem))
     per_thread = columns_per_thread(x)
+    if device.has_clusters and (staged := _forward_staged(problem, vector, definitions, device)):
+        return staged
     if problem.columns <= WARP * per_thread:
         lanes = _lanes(problem.columns, per_thread, vector > 1)
-        return ForwardConfig("forward_direct", definitions, SMALL_BLOCK, lanes)
+        return ForwardConfig("forward.cu", "forward_direct", definitions, SMALL_BLOCK, lanes)
     threads = _whole_warps(_divide_up(problem.columns, per_thread))
     max_threads = forward_max_threads(vector > 1)
     if threads <= max_threads:
-        return ForwardConfig("forward_direct", definitions, threads, threads)
-    return ForwardConfig("forward_swept", definitions, max_threads, max_threads)
+        return ForwardConfig("forward.cu", "forward_direct", definitions, threads, threads)
+    return ForwardConfig("forward.cu", "forward_swept", definitions, max_threads, max_threads)
 
 
 def forward_max_threads(vector: bool) -> int:
     """kMaxThreads of forward.cu."""
     return 512 if vector else 256
+
+
+def _forward_staged(
+    problem: NormProblem, vector: int, definitions: tuple[str, ...], device: Device
+) -> ForwardConfig | None:
+    """As for the backward pass. A place in the ring is free again as soon as its row is in registers."""
+    name = problem.x_dtype.name
+    per_thread = columns_per_thread(name)
+    contiguous = problem.x_row_stride == problem.columns
+    small = problem.columns <= WARP * per_thread
+    if small and not contiguous:
+        return None
+    for cluster in CLUSTERS:
+        slab = _divide_up(_divide_up(problem.columns, cluster), vector) * vector
+        if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
+            continue
+        group = _lanes(slab, per_thread, vector > 1) if small else _whole_warps(_divide_up(slab, per_thread))
+        if group > FORWARD_STAGED_MAX_THREADS:
+            continue
+        groups = max(1, SMALL_BLOCK // group) if cluster == 1 and contiguous else 1
+        threads = groups * group
+        step_bytes = _part_bytes(groups * slab, name, vector > 1)
+        static_bytes = _staged_static_bytes(name, FORWARD_STAGED_MAX_THREADS, cluster)
+        for blocks in _blocks_to_try(FORWARD_STAGED_BLOCKS * SMALL_BLOCK // threads):
+            stages = min((device.shared_bytes // blocks - static_bytes) // step_bytes, STAGED_MOST_STAGES)
+            if stages >= FORWARD_STAGED_LEAST_STAGES:
+                wanted = FORWARD_STAGED_RING_BYTES // (blocks * step_bytes)
+                stages = min(stages, max(FORWARD_STAGED_LEAST_STAGES, wanted))
+                return ForwardConfig(
+                    "forward_staged.cu",
+                    "forward_staged",
+                    (*definitions, f"-DCLUSTER={cluster}"),
+                    threads,
+                    group,
+                    slab_columns=slab,
+                    cluster=cluster,
+                    stages=stages,
+                    shared_bytes=step_bytes * stages,
+                )
+    return None
+
+
+def _part_bytes(elements: int, name: str, vector: bool) -> int:
+    """RingPart::bytes of staged.cuh."""
+    return _divide_up(elements * ITEMSIZE[name] + (0 if vector else 32), 128) * 128
 
 
 def partials_definitions(compute_name: str, accumulate: bool = False) -> tuple[str, ...]:
@@ -372,7 +428,11 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
                 staged = (*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DCLUSTER={cluster}")
                 yield Variant("backward_staged.cu", ("backward_staged",), staged)
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
-        yield Variant("forward.cu", ("forward_direct", "forward_swept"), _forward_definitions(norm, x, vector))
+        definitions = _forward_definitions(norm, x, vector)
+        yield Variant("forward.cu", ("forward_direct", "forward_swept"), definitions)
+        for cluster in CLUSTERS:
+            if device.has_clusters and cluster <= device.largest_cluster:
+                yield Variant("forward_staged.cu", ("forward_staged",), (*definitions, f"-DCLUSTER={cluster}"))
     for compute_name in ("float32", "float64"):
         yield Variant("partials.cu", ("reduce_partials",), partials_definitions(compute_name))
     for x, streaming in product(FLOAT_NAMES, (False, True)):
@@ -411,6 +471,7 @@ def _forward_definitions(norm: str, x: str, vector: bool, reserved: tuple[str, .
         f"-DLAYER_NORM={int(norm == 'layernorm')}",
         f"-DX_TYPE={x}",
         f"-DVECTOR={int(vector)}",
+        f"-DCOLUMNS_PER_THREAD={columns_per_thread(x)}",
         *reserved,
         _argument_bytes(FORWARD_ARGUMENTS),
     )

@@ -38,11 +38,7 @@ class Backward:
         config = choose.backward_config(problem, _is_aligned(problem, offset), device)
         split = config.route == "split"
         main = _backward_launch(config, "backward_split_apply" if split else f"backward_{config.route}")
-        if config.cluster == 1:
-            at_once = main.blocks_at_once(device.multiprocessors)
-        else:
-            at_once = choose.clusters_at_once(main.clusters_at_once(), config.cluster, device)
-        walkers = choose.partial_rows(config, problem, at_once)
+        walkers = choose.partial_rows(config, problem, _walkers_at_once(main, config.cluster, device))
 
         itemsize = problem.compute_dtype.itemsize
         partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize
@@ -124,10 +120,16 @@ class Forward:
         self.problem = problem
         if not problem.rows:
             return
-        config = choose.forward_config(problem, _is_aligned(problem, offset))
-        main = Launch(kernel("forward.cu", config.kernel, config.definitions), config.threads)
-        at_once = main.blocks_at_once(device_of(cupy.cuda.runtime.getDevice()).multiprocessors)
-        grid = min(at_once, -(-problem.rows // config.groups))
+        device = device_of(cupy.cuda.runtime.getDevice())
+        config = choose.forward_config(problem, _is_aligned(problem, offset), device)
+        main = Launch(
+            kernel(config.file, config.kernel, config.definitions),
+            config.threads,
+            (config.cluster, 1),
+            shared_bytes=config.shared_bytes,
+            cluster=config.cluster,
+        )
+        walkers = min(_walkers_at_once(main, config.cluster, device), -(-problem.rows // config.groups))
 
         def make_ready() -> tuple[Any, list[ReadyLaunch]]:
             arguments = Arguments(
@@ -140,8 +142,10 @@ class Forward:
                 _code(problem.w_dtype),
                 _code(problem.b_dtype),
                 config.group_threads,
+                config.slab_columns,
+                config.stages,
             )
-            return arguments.fill, [main.ready(arguments, grid)]
+            return arguments.fill, [main.ready(arguments, walkers * config.cluster)]
 
         self._thread = PerThread(make_ready)
 
@@ -202,6 +206,13 @@ def _backward_launch(config: choose.BackwardConfig, name: str) -> Launch:
         shared_bytes=0 if name == "backward_split_sums" else config.shared_bytes,
         cluster=config.cluster,
     )
+
+
+def _walkers_at_once(main: Launch, cluster: int, device: choose.Device) -> int:
+    """How many blocks, or clusters, the device holds at the same time."""
+    if cluster == 1:
+        return main.blocks_at_once(device.multiprocessors)
+    return choose.clusters_at_once(main.clusters_at_once(), cluster, device)
 
 
 def _is_aligned(problem: NormProblem, offset: int) -> bool:

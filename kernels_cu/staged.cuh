@@ -1,0 +1,189 @@
+// What the staged kernels share: rows walked in steps, a ring of steps in shared memory, the exchange of row sums.
+//
+// A row is split by columns over the CLUSTER blocks of a cluster, `slab_columns` each, COLUMNS_PER_THREAD a thread. Where
+// CLUSTER is 1, a block may hold several groups of `group_threads` threads (lanes of a warp, or several warps), each with a
+// row of its own; the rows of a block then lie one after the other in memory. A block keeps `stages` steps, of a row for
+// each group, in flight, by bulk copies into its ring. The last warp that is done with a step fills its place again.
+//
+// With VECTOR = 0 rows may start anywhere: the copy takes the 16-byte words that cover the rows, at most 15 bytes more
+// on either side, all in words that hold at least one byte of a row.
+//
+// Expects Compute, kVector and kMaxThreads, the most threads of a block.
+#pragma once
+
+#include "pipeline.cuh"
+#include "reduce.cuh"
+
+constexpr int kMaxWarps = kMaxThreads / 32;
+constexpr int kCluster = CLUSTER;  // known when compiled: at N=65536 RMSNorm took 118 us so, 135 us as an argument
+constexpr bool kClustered = kCluster > 1;
+constexpr int kMaxStages = 8;
+constexpr int kSlots = 4;  // a warp that posts sum j knows that all others have read sum j − 4
+
+struct BlockState {
+    Barrier full[kMaxStages];           // the rows of a step have arrived in their place
+    Barrier done[kMaxStages];           // all warps are done with them
+    Barrier summed[kMaxWarps][kSlots];  // every warp of a group, in every block of the cluster, has posted a row's sums
+    Sums<Compute> sums[kMaxWarps][kSlots * kCluster];
+};
+
+// The steps of one block: `groups` consecutive rows from row(0) on, from row(1) on, …
+struct RowWalk {
+    int64 first, step;
+    int count;
+
+    __device__ RowWalk(int64 rows, int groups) {
+        first = int64(blockIdx.x / kCluster) * groups;
+        step = int64(gridDim.x / kCluster) * groups;
+        count = first < rows ? int((rows - first + step - 1) / step) : 0;
+    }
+    __device__ int64 row(int j) const { return first + j * step; }
+};
+
+// A place in the ring, and the parity of the phase that its barrier is in on this lap.
+struct RingPlace {
+    int stage = 0, parity = 0;
+
+    __device__ void advance(int stages) {
+        if (++stage == stages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// One array's part of every place in a ring: a block's columns of consecutive rows.
+template <class T> struct RingPart {
+    const T* source;  // the block's columns of row 0
+    int64 row_stride;
+    int offset;  // from a place's start
+
+    __device__ static int bytes(int elements) {
+        return (elements * int(sizeof(T)) + (kVector > 1 ? 0 : 32) + 127) / 128 * 128;
+    }
+    // From the start of the words that cover the rows to the first of them.
+    __device__ int lead(int64 row) const {
+        if constexpr (kVector > 1) return 0;
+        const unsigned low_bits = unsigned(reinterpret_cast<unsigned long long>(source));
+        return (low_bits + unsigned(row) * unsigned(row_stride * sizeof(T))) % 16;
+    }
+    __device__ int copy_bytes(int64 row, int elements) const {
+        return (lead(row) + elements * int(sizeof(T)) + 15) / 16 * 16;
+    }
+    __device__ void copy(char* place, int64 row, int elements, const Barrier& full) const {
+        const char* const start = reinterpret_cast<const char*>(source + row * row_stride) - lead(row);
+        bulk_copy(shared_address(place + offset), start, copy_bytes(row, elements), full);
+    }
+    // Where the rows from `row` on lie in a place, the first `elements` left out.
+    __device__ const T* in(const char* place, int64 row, int elements) const {
+        return reinterpret_cast<const T*>(place + offset + lead(row)) + elements;
+    }
+};
+
+struct Ring {
+    char* base;
+    BlockState* state;
+    int stages, stage_bytes, columns, groups;
+    int64 rows;
+
+    __device__ void init() const {
+        for (int stage = 0; stage < stages; ++stage) {
+            state->full[stage].init(1);
+            state->done[stage].init(blockDim.x / 32);
+        }
+    }
+    __device__ char* place(int stage) const { return base + stage * stage_bytes; }
+
+    template <class... Part> __device__ void fill(int stage, int64 row, const Part&... parts) const {
+        const int elements = (rows - row < groups ? int(rows - row) : groups) * columns;
+        state->full[stage].arrive_expecting((parts.copy_bytes(row, elements) + ...));
+        (parts.copy(place(stage), row, elements, state->full[stage]), ...);
+    }
+    // By one thread, when `init` has been seen by the copy engine.
+    template <class... Part> __device__ void fill_first(const RowWalk& walk, const Part&... parts) const {
+        for (int j = 0; j < minimum(stages, walk.count); ++j) fill(j, walk.row(j), parts...);
+    }
+    // By every thread of a warp that is done with step j, at `stage`.
+    template <class... Part>
+    __device__ void fill_again(int stage, const RowWalk& walk, int j, const Part&... parts) const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0 && j + stages < walk.count && state->done[stage].arrive_last()) {
+            fill(stage, walk.row(j + stages), parts...);
+        }
+    }
+    __device__ void wait(const RingPlace& place) const { state->full[place.stage].wait(place.parity); }
+};
+
+// A group's exchange of row sums, kBoth of a pair or the first alone. Sum j uses slot j % kSlots.
+template <bool kBoth> struct SumExchange {
+    Barrier* summed;
+    Sums<Compute>* slots;
+    int lanes, warps, entries, rank;  // of this group: lanes in a warp, warps in this block, entries of a slot
+
+    __device__ SumExchange(BlockState& state, int group, int group_threads, int rank)
+        : summed(state.summed[group * group_threads / 32]), slots(state.sums[group * group_threads / 32]),
+          lanes(minimum(group_threads, 32)), warps((group_threads + 31) / 32), entries(warps * kCluster), rank(rank) {}
+
+    __device__ void init() const {
+        if (entries == 1) return;
+        for (int slot = 0; slot < kSlots; ++slot) summed[slot].init(kClustered ? 1 : warps);
+    }
+
+    // Over the lanes of the warp that belong to the group.
+    __device__ void sum_in_warp(Sums<Compute>& sums) const {
+        if (lanes == 32) sum_over_lanes<kBoth, 32>(sums);
+        else sum_over_lanes<kBoth>(sums, lanes);
+    }
+
+    // Returns the warp's sums, for a group that needs no more.
+    __device__ Sums<Compute> post(Sums<Compute> sums, int j, int thread) const {
+        sum_in_warp(sums);
+        post_warp(sums, j, thread);
+        return sums;
+    }
+
+    // Posts what all lanes of the warp hold alike.
+    __device__ void post_warp(const Sums<Compute>& sums, int j, int thread) const {
+        if (entries == 1) return;
+        const int slot = j % kSlots, warp = thread / 32, lane = thread % 32;
+        Sums<Compute>* entry = slots + slot * entries + rank * warps + warp;
+        if constexpr (kClustered) {
+            if (thread == 0) summed[slot].arrive_expecting(entries * int(sizeof(Sums<Compute>)));
+            if (lane < kCluster) {
+                store_remote(address_in_block(shared_address(entry), lane),
+                             address_in_block(summed[slot].address(), lane), sums.first, sums.second);
+            }
+        } else if (lane == 0) {
+            *entry = sums;
+            summed[slot].arrive();
+        }
+    }
+
+    // The entries of sum j, when all are there: those of warp 0 of block 0, warp 1 of block 0, …
+    __device__ const Sums<Compute>* wait(int j) const {
+        const int slot = j % kSlots;
+        summed[slot].wait(j / kSlots & 1);
+        return slots + slot * entries;
+    }
+
+    __device__ Sums<Compute> collect(int j, const Sums<Compute>& posted) const {
+        if (entries == 1) return posted;
+        return sum_entries<kBoth, kMaxWarps * kCluster>(wait(j), entries);
+    }
+};
+
+// Barriers of a block or cluster, before the first step: `init` by some threads, then start(); after it, ready().
+__device__ inline void barriers_start() {
+    if constexpr (kClustered) cluster_arrive();
+}
+__device__ inline void barriers_ready() {
+    if constexpr (kClustered) cluster_wait();
+    else __syncthreads();
+}
+// No block leaves while another may still store into its shared memory.
+__device__ inline void leave_together() {
+    if constexpr (kClustered) {
+        cluster_arrive();
+        cluster_wait();
+    }
+}
