@@ -10,9 +10,21 @@
 // blocks likewise.
 #include "forward.cuh"
 
-constexpr int kMaxThreads = 512;
+constexpr int kMaxThreads = sizeof(Compute) == 8 ? 256 : 512;
 
 #include "staged.cuh"
+
+// A thread's x between its two uses: vectors as they came, single columns widened, whichever takes less registers.
+template <bool kWhole> struct KeptVector {
+    Vector packed;
+    __device__ void keep(const Vector& as_it_came, const Compute (&)[kVector]) { packed = as_it_came; }
+    __device__ void unpack(Compute (&x)[kVector]) const { packed.unpack(x); }
+};
+template <> struct KeptVector<false> {
+    Compute value;
+    __device__ void keep(const Vector&, const Compute (&x)[kVector]) { value = x[0]; }
+    __device__ void unpack(Compute (&x)[kVector]) const { x[0] = value; }
+};
 
 struct RowStatistics {
     Compute mean, rstd;
@@ -143,7 +155,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
     X* y = a.y + first_row * a.y_row_stride + first_column;
     const RowMoments moments(a, own, exchange, entry_columns);
     RingPlace place;
-    Compute x[kVectors][kVector], x_before[kVectors][kVector];
+    KeptVector<(kVector > 1)> kept[kVectors], kept_before[kVectors];
     Sums<Compute> posted, posted_before;
     // The sums of step j, then y of the step before it.
     for (int j = 0; j <= walk.count; ++j) {
@@ -151,6 +163,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
         if (j < walk.count) {
             ring.wait(place);
             const X* const x_row = x_part.in(ring.place(place.stage), walk.row(j), group * columns);
+            Compute x[kVectors][kVector];
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
                 Vector packed;
@@ -158,6 +171,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
                 packed.unpack(x[k]);
 #pragma unroll
                 for (int v = 0; v < kVector; ++v) x[k][v] = at.holds(k) ? x[k][v] : Compute(0);
+                kept[k].keep(packed, x[k]);
             }
             ring.fill_again(place.stage, walk, j, x_part);
             place.advance(a.stages);
@@ -170,13 +184,15 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
             const RowStatistics statistics = moments.of_row(j - 1, posted_before);
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
+                Compute x[kVector];
+                kept_before[k].unpack(x);
 #pragma unroll
                 for (int v = 0; v < kVector; ++v) {
-                    const Compute centred = kLayerNorm ? x_before[k][v] - statistics.mean : x_before[k][v];
-                    x_before[k][v] = centred * statistics.rstd * w[k][v] + b[k][v];
+                    const Compute centred = kLayerNorm ? x[v] - statistics.mean : x[v];
+                    x[v] = centred * statistics.rstd * w[k][v] + b[k][v];
                 }
                 Vector packed;
-                packed.pack(x_before[k]);
+                packed.pack(x);
                 if (active && at.holds(k)) packed.store_streaming(y + at.at(k));
             }
             y += walk.step * a.y_row_stride;
@@ -187,10 +203,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
         }
         posted_before = posted;
 #pragma unroll
-        for (int k = 0; k < kVectors; ++k) {
-#pragma unroll
-            for (int v = 0; v < kVector; ++v) x_before[k][v] = x[k][v];
-        }
+        for (int k = 0; k < kVectors; ++k) kept_before[k] = kept[k];
     }
     leave_together();
 }

@@ -24,7 +24,7 @@ static_assert(sizeof(PartialsArguments) == ARGUMENT_BYTES, "the Python side pack
 constexpr int kRun = 4;  // columns of a thread
 constexpr int kMaxThreads = 256;
 
-extern "C" __global__ void __launch_bounds__(kMaxThreads) reduce_partials(const PartialsArguments a) {
+extern "C" __global__ void __launch_bounds__(kMaxThreads, 5) reduce_partials(const PartialsArguments a) {
     __shared__ double shared_sums[kMaxThreads * kRun];
     const Compute* partials = blockIdx.y ? a.db_partials : a.dw_partials;
     if (!partials) return;

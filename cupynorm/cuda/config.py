@@ -30,7 +30,7 @@ STAGED_BLOCKS = 2  # on a multiprocessor, of threads that hold 4096 columns or s
 # the lanes of 1, 2, 4 or 8 warps.
 STAGED_COLUMNS_PER_THREAD = {"float32": (24, 32, 40), "float64": (16,)}
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
-FORWARD_STAGED_MAX_THREADS = 512  # kMaxThreads of forward_staged.cu
+FORWARD_STAGED_MAX_THREADS = {4: 512, 8: 256}  # kMaxThreads of forward_staged.cu, by bytes of the arithmetic's type
 FORWARD_STAGED_LEAST_STAGES = 2
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 FORWARD_STAGED_BLOCKS = 2  # of SMALL_BLOCK threads on a multiprocessor
@@ -347,6 +347,7 @@ def _forward_staged(
     """As for the backward pass. A place in the ring is free again as soon as its row is in registers."""
     name = problem.x_dtype.name
     per_thread = columns_per_thread(name)
+    max_threads = FORWARD_STAGED_MAX_THREADS[compute_itemsize(name)]
     contiguous = problem.x_row_stride == problem.columns
     small = problem.columns <= WARP * per_thread
     if small and not contiguous:
@@ -356,12 +357,12 @@ def _forward_staged(
         if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
             continue
         group = _lanes(slab, per_thread, vector > 1) if small else _whole_warps(_divide_up(slab, per_thread))
-        if group > FORWARD_STAGED_MAX_THREADS:
+        if group > max_threads:
             continue
         groups = max(1, SMALL_BLOCK // group) if cluster == 1 and contiguous else 1
         threads = groups * group
         step_bytes = _part_bytes(groups * slab, name, vector > 1)
-        static_bytes = _staged_static_bytes(name, FORWARD_STAGED_MAX_THREADS, cluster)
+        static_bytes = _staged_static_bytes(name, max_threads, cluster)
         for blocks in _blocks_to_try(FORWARD_STAGED_BLOCKS * SMALL_BLOCK // threads):
             stages = min((device.shared_bytes // blocks - static_bytes) // step_bytes, STAGED_MOST_STAGES)
             if stages >= FORWARD_STAGED_LEAST_STAGES:
