@@ -12,7 +12,8 @@
 #include "backward.cuh"
 #include "overlap.cuh"
 
-constexpr int kMaxThreads = kVector > 1 || sizeof(Compute) == 8 ? 256 : 512;
+// What leaves a thread the registers that it needs; on 12.0 no longer slab fits in shared memory.
+constexpr int kMaxThreads = kVector > 1 || sizeof(Compute) == 8 || __CUDA_ARCH__ >= 1200 ? 256 : 512;
 
 #include "staged.cuh"
 

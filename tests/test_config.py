@@ -77,7 +77,7 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned):
         if chosen.route == "staged":
             assert device.has_clusters, at
             assert config.STAGED_LEAST_STAGES <= chosen.stages <= config.STAGED_MOST_STAGES, at
-            assert chosen.threads <= config.staged_max_threads(x, vector), at
+            assert chosen.threads <= config.staged_max_threads(x, vector, device), at
             assert chosen.groups == 1 or chosen.cluster == 1, at
         if chosen.route == "direct":
             assert chosen.threads <= defined(chosen, "MAX_THREADS"), at
