@@ -145,7 +145,7 @@ def draw(path: Path, file_format: str, title: str, lines: Lines, ceilings: Lines
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
     for number, (label, points) in enumerate(ceilings.items()):
         axes.plot(
@@ -170,5 +170,5 @@ def draw(path: Path, file_format: str, title: str, lines: Lines, ceilings: Lines
     if remark:
         figure.supxlabel(remark, fontsize="x-small", color="0.3")
     axes.grid(color="0.9")
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside right upper")  # beside the axes: inside it would hide points
     figure.savefig(path, format=file_format, dpi=150)
