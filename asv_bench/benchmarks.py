@@ -13,6 +13,7 @@ available: CUDA without a device, a size that does not fit into the device's mem
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import subprocess
 import sys
@@ -36,10 +37,18 @@ BACKWARD = ["rmsnorm_backward", "layernorm_backward"]
 FORWARD = ["rmsnorm_forward", "layernorm_forward"]
 SETUP_SECONDS = 900.0
 
+# asv's own --quick repeats timed functions less often, but these are measured by cupynorm.bench, case by case.
+QUICK = os.environ.get("CUPYNORM_QUICK") == "1"
+
 Figures = dict[str, float]
 Cache = dict[tuple[Any, ...] | str, Figures | str]  # figures by parameters; a text says why there are none
 ALL = "all"  # the key of a text that holds for every case
 UNAVAILABLE = "not available: "  # how the text begins where that is no failure
+
+
+def cases(*params: list[Any]) -> tuple[list[Any], ...]:
+    """The parameters of a benchmark: with CUPYNORM_QUICK=1 the first of each."""
+    return tuple(values[:1] if QUICK else values for values in params)
 
 
 def shown(name: str, unit: str) -> Callable[[Callable[..., Any]], Any]:
@@ -130,7 +139,7 @@ class _Measured:
 class CudaBackward(_Measured):
     """bfloat16 x with float32 w, by row length and by data: three tensors of the size of x."""
 
-    params = (BACKWARD, [1024, 4096, 16384, 65536], [25, 100, 1000])
+    params = cases(BACKWARD, [1024, 4096, 16384, 65536], [25, 100, 1000])
     param_names = ("op", "N", "data MB")
 
     def setup_cache(self) -> Cache:
@@ -154,7 +163,7 @@ class CudaBackward(_Measured):
 class CudaForward(_Measured):
     """bfloat16 x with float32 w, by row length and by data."""
 
-    params = (FORWARD, [1024, 4096, 16384, 65536], [100, 1000])
+    params = cases(FORWARD, [1024, 4096, 16384, 65536], [100, 1000])
     param_names = ("op", "N", "data MB")
 
     def setup_cache(self) -> Cache:
@@ -178,7 +187,7 @@ class CudaForward(_Measured):
 class CudaCases(_Measured):
     """Backward on single shapes: PyTorch's and Triton's own, other dtypes, odd N, one row."""
 
-    params = (
+    params = cases(
         BACKWARD,
         [
             "32768x256 bfloat16/float32",
@@ -233,7 +242,7 @@ def inputs_and_outputs(op: str, shape: str, dtype: str, xp: Any) -> tuple[dict[s
 class CudaHostCost(_Measured):
     """What the host pays for one call: no synchronisation, the median of 1000 calls."""
 
-    params = (BACKWARD + FORWARD, ["allocated by the call", "out="])
+    params = cases(BACKWARD + FORWARD, ["allocated by the call", "out="])
     param_names = ("op", "outputs")
 
     def setup_cache(self) -> Cache:
@@ -281,7 +290,7 @@ cupy.cuda.get_current_stream().synchronize()
 class CudaFirstCall:
     """The first call of a process, device ready: compiled anew, and found in CuPy's cache on disk."""
 
-    params = (BACKWARD,)
+    params = cases(BACKWARD)
     param_names = ("op",)
     number, rounds, repeat, warmup_time, timeout = 1, 1, 2, 0, 300.0
 
@@ -311,7 +320,7 @@ class CudaFirstCall:
 class CudaWorkspace(_Measured):
     """The most memory that a call takes beside its inputs and outputs."""
 
-    params = (BACKWARD + FORWARD, ["32768x1024", "4096x16384", "512x65536"])
+    params = cases(BACKWARD + FORWARD, ["32768x1024", "4096x16384", "512x65536"])
     param_names = ("op", "shape")
 
     def setup_cache(self) -> Cache:
@@ -335,7 +344,7 @@ class CudaWorkspace(_Measured):
 class NumpyWorkspace:
     """The same on the CPU, as NumPy reports it to tracemalloc."""
 
-    params = (BACKWARD + FORWARD, ["4096x1024", "512x16384"])
+    params = cases(BACKWARD + FORWARD, ["4096x1024", "512x16384"])
     param_names = ("op", "shape")
 
     def setup(self, op: str, shape: str) -> None:
@@ -397,7 +406,7 @@ def expression(op: str, a: dict[str, Any]) -> Callable[[], Any]:
 class NumpyArrays(_Measured):
     """float32 on the CPU, on all cores that the process may use."""
 
-    params = (BACKWARD + FORWARD, ["4096x1024", "2048x4096", "512x16384"])
+    params = cases(BACKWARD + FORWARD, ["4096x1024", "2048x4096", "512x16384"])
     param_names = ("op", "shape")
 
     def setup_cache(self) -> Cache:

@@ -81,6 +81,18 @@ def test_everything_has_a_name_a_unit_and_named_parameters(benchmarks: ModuleTyp
             assert track.version
 
 
+def test_quick_leaves_one_case_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setenv("CUPYNORM_QUICK", "1")
+    sys.modules.pop("asv_bench.benchmarks", None)
+    quick = importlib.import_module("asv_bench.benchmarks")
+    sys.modules.pop("asv_bench.benchmarks")
+    assert quick.CudaBackward.params == (["rmsnorm_backward"], [1024], [25])
+    with_params = [kind for kind in vars(quick).values() if hasattr(kind, "params")]
+    assert len(with_params) > 4
+    assert all(len(values) == 1 for kind in with_params for values in kind.params)
+
+
 @pytest.mark.usefixtures("stand_in")
 def test_every_case_gets_its_figures(benchmarks: ModuleType) -> None:
     measured = [each for each in classes(benchmarks) if hasattr(each, "setup_cache")]
