@@ -19,7 +19,6 @@ import numpy as np
 import cupynorm
 
 from . import bench, cli, report
-from .cli import pick_device as _pick_device
 
 TRANSFORMER_SIZES = ((16384, 1024), (32768, 4096), (8192, 8192), (4096, 16384))
 HOST_SIZES = ((4096, 1024), (2048, 4096), (512, 16384))
@@ -38,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     """Both norms, forward and backward: checked, timed, one table."""
     from . import accuracy
 
-    xp, explanation = _pick_device(options.device)
+    xp, explanation = cli.pick_device(options.device)
     cuda = xp is not np
     cases, remark = _main_cases(cuda, options.quick)
     repeats = 5 if options.quick or not cuda else None
@@ -113,7 +112,7 @@ def bench_command(options: argparse.Namespace) -> int:
     with ExitStack() as files:
         csv_part = cli.writable(files, "--csv", options.csv)
         plot_part = cli.writable(files, "--plot", options.plot)
-        xp, explanation = _pick_device(options.device)
+        xp, explanation = cli.pick_device(options.device)
         cuda = xp is not np
         measurements = [
             bench.measure_case(case, xp=xp)

@@ -14,7 +14,7 @@ import pytest
 
 import cupynorm
 from cupynorm import __main__ as command_line
-from cupynorm import accuracy, bench, report
+from cupynorm import accuracy, bench, cli, report
 
 ONE = ["bench", "--op", "rmsnorm_backward", "--shape", "16x64", "--dtype", "float32", "--device", "numpy"]
 
@@ -280,7 +280,7 @@ def test_progress_shows_how_far_it_is_and_vanishes() -> None:
 
 def test_cuda_that_does_not_answer_is_said_in_plain_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    xp, line = command_line._pick_device(None)
+    xp, line = cli.pick_device(None)
     assert xp is np
     assert "NumPy arrays" in line
     assert "because CuPy" in line
