@@ -8,6 +8,7 @@ only ask what depends on addresses and on the moment: overlaps, the current devi
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -234,8 +235,14 @@ class Plan:
     def _device_work(self) -> Callable[..., None]:
         from .cuda import launch
 
-        offset = 0  # of what is read or written in vectors from multiples of 16 bytes; new arrays and copies have none
-        for spec, name in zip(self._specs, self._operation.inputs + self._operation.outputs, strict=False):
-            if spec is not None and name in ("x", "w", "b", "dy", "dx", "y") and name not in self.problem.copies:
-                offset |= spec.offset
-        return (launch.Backward if self.problem.direction == "backward" else launch.Forward)(self.problem, offset)
+        def offset(*names: str) -> int:  # from multiples of 16 bytes; new arrays and copies have none
+            specs = zip(self._specs, self._operation.inputs + self._operation.outputs, strict=False)
+            return functools.reduce(
+                operator.or_,
+                (spec.offset for spec, name in specs if spec and name in names and name not in self.problem.copies),
+                0,
+            )
+
+        if self.problem.direction == "backward":
+            return launch.Backward(self.problem, offset("x", "w", "dy", "dx"), offset("dw", "db"))
+        return launch.Forward(self.problem, offset("x", "w", "b", "y"))

@@ -36,9 +36,12 @@ static_assert(kVectors * kVector == kColumnsPerThread, "the vectors cover a thre
 
 #include "columns.cuh"
 
-// A thread adds this many rows into registers before it adds the registers into shared memory: two levels keep the
+// With more columns than these a thread's registers and a block's shared memory are scarce.
+constexpr bool kManyColumns = kColumnsPerThread * int(sizeof(Compute)) > 160;
+
+// A thread adds this many rows into registers before it adds the registers into the second level: two levels keep the
 // error of long float32 sums at that of short ones. Relative to the sum, n terms cost about 2.5e-8·sqrt(n/2).
-constexpr int kRowsPerFlush = 16;
+constexpr int kRowsPerFlush = kManyColumns ? 64 : 16;
 
 struct BackwardArguments {
     const X* x;
@@ -60,6 +63,9 @@ struct BackwardArguments {
     int slabs;              // blocks that share a row
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
+
+using XVector = Packed<X, kVector>;
+using DyVector = Packed<Dy, kVector>;
 
 // The constants of one row.
 struct RowStatistics {
@@ -86,21 +92,86 @@ struct RowCoefficients {
     }
 };
 
-using Weights = Compute[kVectors][kVector];
+// w of a thread's columns. Where registers do not hold all of it beside dw and db, some vectors lie in shared memory.
+struct Weights {
+    static constexpr int kInShared = kManyColumns && kWantDb ? 3 : 0, kOwn = kVectors - kInShared;
+    using Word = Packed<Compute, 16 / sizeof(Compute)>;
+    static constexpr int kWords = kVector * int(sizeof(Compute)) / 16;  // of a vector
 
-// Where the thread holds no column, w is 0, so that nothing read there reaches a sum.
-__device__ inline void load_weights(Weights& w, const BackwardArguments& a, const Columns& own, int first_column) {
+    Compute own[kOwn][kVector];
+    Compute* shared;  // a word of each thread, then the next word of each
+
+    __device__ static constexpr int shared_bytes(int threads) { return kInShared * kWords * 16 * threads; }
+
+    // Where the thread holds no column, w is 0, so that nothing read there reaches a sum.
+    __device__ void load(const BackwardArguments& a, const Columns& at, int first_column, void* shared_memory = nullptr) {
+        shared = static_cast<Compute*>(shared_memory);
+        load_vectors(own, 0, a, at, first_column);
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
+        for (int k = kOwn; k < kVectors; ++k) {
+            Compute w[1][kVector];
+            load_vectors(w, k, a, at, first_column);
 #pragma unroll
-        for (int v = 0; v < kVector; ++v) w[k][v] = Compute(own.holds(k));
+            for (int i = 0; i < kWords; ++i) {
+                Word word;
+                word.pack(part(w[0], i));
+                word.store(in_shared(k, i));
+            }
+        }
     }
-    load_columns(w, a.w, a.w_code, [&](int k) { return own.holds(k) ? first_column + own.at(k) : -1; });
-}
 
-// The columns' sums over rows. Level one lies in registers. Level two, where there are more rows, lies in shared memory,
-// and there the groups of a block are added together at the end. A thread's accumulators are laid out in runs of 16
-// bytes: run i of thread t is run i·threads + t of `outer`.
+    __device__ void get(Compute (&w)[kVector], int k) const {
+        if (k < kOwn) {
+#pragma unroll
+            for (int v = 0; v < kVector; ++v) w[v] = own[k][v];
+        } else {
+#pragma unroll
+            for (int i = 0; i < kWords; ++i) {
+                Word word;
+                word.load(in_shared(k, i));
+                word.unpack(part(w, i));
+            }
+        }
+    }
+
+private:
+    static constexpr int kPerWord = 16 / int(sizeof(Compute));
+
+    __device__ static Compute (&part(Compute (&w)[kVector], int word))[kPerWord] {
+        return reinterpret_cast<Compute(&)[kPerWord]>(w[word * kPerWord]);
+    }
+    __device__ Compute* in_shared(int k, int word) const {
+        return shared + (((k - kOwn) * kWords + word) * int(blockDim.x) + int(threadIdx.x)) * kPerWord;
+    }
+
+    template <int K>
+    __device__ static void load_vectors(Compute (&w)[K][kVector], int first_vector, const BackwardArguments& a,
+                                        const Columns& at, int first_column) {
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+#pragma unroll
+            for (int v = 0; v < kVector; ++v) w[k][v] = Compute(at.holds(first_vector + k));
+        }
+        load_columns(w, a.w, a.w_code, [&](int k) {
+            return at.holds(first_vector + k) ? first_column + at.at(first_vector + k) : -1;
+        });
+    }
+};
+
+// Where a block's sums of its columns go in the end; null where they are not wanted.
+struct PartialRow {
+    Compute *dw, *db;
+
+    __device__ PartialRow(const BackwardArguments& a, int64 row, int first_column) {
+        const int64 start = row * partial_row_stride(a.columns) + first_column;
+        dw = a.dw_partials ? a.dw_partials + start : nullptr;
+        db = kWantDb && a.db_partials ? a.db_partials + start : nullptr;
+    }
+};
+
+// The columns' sums over rows. Level one lies in registers. Level two, where there are more rows, usually lies in shared
+// memory, and there the groups of a block are added together at the end. There a thread's accumulators are laid out in
+// runs of 16 bytes: run i of thread t is run i·threads + t of `outer`.
 struct ColumnSums {
     using Level = Compute[kVectors][kVector];
 
@@ -113,7 +184,9 @@ struct ColumnSums {
     static constexpr int kRuns = kColumnsPerThread / kRun;
     using Run = Packed<Compute, kRun>;
 
-    __device__ static constexpr int shared_bytes(int threads) { return (kWantDb ? 2 : 1) * kRuns * 16 * threads; }
+    __device__ static constexpr int shared_bytes(int threads) {
+        return kManyColumns ? 0 : (kWantDb ? 2 : 1) * kRuns * 16 * threads;
+    }
 
     __device__ ColumnSums(void* shared, int thread, int threads)
         : outer(static_cast<Compute*>(shared)), thread(thread), threads(threads), flushed(false) {
@@ -126,30 +199,25 @@ struct ColumnSums {
         if constexpr (kWantDb) db[k][v] += db_term;
     }
 
-    __device__ void row_done() {
+    // `find_target` makes the PartialRow, where it is needed.
+    template <class FindTarget> __device__ void row_done(const Columns& own, FindTarget find_target) {
         if (++rows_since_flush < kRowsPerFlush) return;
-        flush();
+        if constexpr (!kManyColumns) flush();
+        else write_whole_block(find_target(), own);
+        flushed = true;
         clear();
     }
 
     // The sums of all rows of the block, written to its partial row; to be called by all of its `threads`. The threads of
     // several groups meet at a barrier.
-    __device__ void write_partials(const BackwardArguments& a, int64 partial_row, int first_column, const Columns& own,
-                                   int group_threads) {
-        const int64 row_start = partial_row * partial_row_stride(a.columns) + first_column;
-        if (group_threads == threads) {
-            add_outer();
-            if (a.dw_partials) write_own(a.dw_partials + row_start, dw, own);
-            if constexpr (kWantDb) {
-                if (a.db_partials) write_own(a.db_partials + row_start, db, own);
-            }
+    __device__ void write_partials(const PartialRow& target, const Columns& own, int group_threads) {
+        if (group_threads == threads || kManyColumns) {
+            write_whole_block(target, own);
         } else {
             flush();
             barrier_over(threads);
-            if (a.dw_partials) write_groups(a.dw_partials + row_start, outer, own, group_threads);
-            if constexpr (kWantDb) {
-                if (a.db_partials) write_groups(a.db_partials + row_start, outer_db(), own, group_threads);
-            }
+            if (target.dw) write_groups(target.dw, outer, own, group_threads);
+            if (target.db) write_groups(target.db, outer_db(), own, group_threads);
         }
     }
 
@@ -167,7 +235,18 @@ private:
         add_outer();
         store_runs(outer, dw);
         if constexpr (kWantDb) store_runs(outer_db(), db);
-        flushed = true;
+    }
+
+    // Of a block that is one group.
+    __device__ void write_whole_block(const PartialRow& target, const Columns& own) {
+        if constexpr (!kManyColumns) {
+            add_outer();
+        } else if (flushed) {
+            if (target.dw) add_own(dw, target.dw, own);
+            if (target.db) add_own(db, target.db, own);
+        }
+        if (target.dw) write_own(target.dw, dw, own);
+        if (target.db) write_own(target.db, db, own);
     }
 
     __device__ void add_outer() {
@@ -210,8 +289,24 @@ private:
         }
     }
 
+    static constexpr int kWidth = minimum(kVector, kRun);  // columns that follow one another in memory
+
+    __device__ static void add_own(Level& level, const Compute* source, const Columns& own) {
+#pragma unroll
+        for (int e = 0; e < kColumnsPerThread; e += kWidth) {
+            const int k = e / kVector, v = e % kVector;
+            if (!own.holds(k)) continue;
+            Packed<Compute, kWidth> packed;
+            Compute values[kWidth];
+            packed.load(source + own.at(k) + v);
+            packed.unpack(values);
+#pragma unroll
+            for (int j = 0; j < kWidth; ++j) level[k][v + j] += values[j];
+            asm volatile("" ::: "memory");
+        }
+    }
+
     __device__ static void write_own(Compute* target, const Level& level, const Columns& own) {
-        constexpr int kWidth = minimum(kVector, kRun);
 #pragma unroll
         for (int e = 0; e < kColumnsPerThread; e += kWidth) {
             const int k = e / kVector, v = e % kVector;
@@ -256,9 +351,10 @@ private:
 // The first half of a row's work, for one vector: its share of the row's sums and of the columns' sums. Both take the
 // product dy·(x − mean), which saves an operation; it stays far inside the range of float32 unless dy and x both leave it.
 template <bool kRowSums, bool kColumnSums>
-__device__ void first_half(Sums<Compute>& row_sums, ColumnSums* column_sums, int k, const Packed<X, kVector>& x_packed,
-                           const Packed<Dy, kVector>& dy_packed, const Compute (&w)[kVector], const RowStatistics& row) {
-    Compute x[kVector], dy[kVector];
+__device__ void first_half(Sums<Compute>& row_sums, ColumnSums* column_sums, int k, const XVector& x_packed,
+                           const DyVector& dy_packed, const Weights& weights, const RowStatistics& row) {
+    Compute x[kVector], dy[kVector], w[kVector];
+    weights.get(w, k);
     x_packed.unpack(x);
     dy_packed.unpack(dy);
 #pragma unroll
@@ -273,15 +369,16 @@ __device__ void first_half(Sums<Compute>& row_sums, ColumnSums* column_sums, int
 }
 
 // The second half, for one vector: dx, where it is to be stored.
-__device__ inline void second_half(X* dx, bool store, const Packed<X, kVector>& x_packed,
-                                   const Packed<Dy, kVector>& dy_packed, const Compute (&w)[kVector],
-                                   const RowStatistics& row, const RowCoefficients& coefficients) {
-    Compute x[kVector], dy[kVector];
+__device__ inline void second_half(X* dx, bool store, int k, const XVector& x_packed, const DyVector& dy_packed,
+                                   const Weights& weights, const RowStatistics& row,
+                                   const RowCoefficients& coefficients) {
+    Compute x[kVector], dy[kVector], w[kVector];
+    weights.get(w, k);
     x_packed.unpack(x);
     dy_packed.unpack(dy);
 #pragma unroll
     for (int v = 0; v < kVector; ++v) x[v] = coefficients.dx(dy[v], w[v], x[v], row);
-    Packed<X, kVector> packed;
+    XVector packed;
     packed.pack(x);
     if (store) packed.store_streaming(dx);
 }

@@ -22,14 +22,15 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
     const int group = threadIdx.x / a.group_threads;
     const Columns own(threadIdx.x % a.group_threads, a.group_threads, a.columns);
     ColumnSums column_sums(shared, threadIdx.x, blockDim.x);
+    const auto partial_row = [&] { return PartialRow(a, blockIdx.x, 0); };
     let_next_kernel_launch();
     Weights w;
-    load_weights(w, a, own, 0);
+    w.load(a, own, 0);
 
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
     struct Row {
-        Packed<X, kVector> x[kVectors];
-        Packed<Dy, kVector> dy[kVectors];
+        XVector x[kVectors];
+        DyVector dy[kVectors];
         RowStatistics statistics;
     };
     const auto load = [&](Row& to, int64 row) {
@@ -64,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
         if (row < a.rows) {
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
-                first_half<true, true>(sums, &column_sums, k, current.x[k], current.dy[k], w[k], current.statistics);
+                first_half<true, true>(sums, &column_sums, k, current.x[k], current.dy[k], w, current.statistics);
             }
         }
         if (a.dx) {
@@ -74,14 +75,14 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
             X* const dx = a.dx + row * a.dx_row_stride;
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
-                second_half(dx + at.at(k), row < a.rows && at.holds(k), current.x[k], current.dy[k], w[k],
+                second_half(dx + at.at(k), row < a.rows && at.holds(k), k, current.x[k], current.dy[k], w,
                             current.statistics, coefficients);
             }
         }
-        if (row < a.rows) column_sums.row_done();
+        if (row < a.rows) column_sums.row_done(own, partial_row);
         if constexpr (kLoadAhead) current = next;
         else load(current, row + step);
     }
 
-    if (a.dw_partials || a.db_partials) column_sums.write_partials(a, blockIdx.x, 0, own, a.group_threads);
+    if (a.dw_partials || a.db_partials) column_sums.write_partials(partial_row(), own, a.group_threads);
 }

@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_sums(co
     const Slab slab(a);
     const Columns own(threadIdx.x, kThreads, slab.columns);
     Weights w;
-    load_weights(w, a, own, slab.first_column);
+    w.load(a, own, slab.first_column);
 
     int buffer = 0;
     for (int64 row = blockIdx.y; row < a.rows; row += gridDim.y, buffer ^= 1) {
@@ -31,11 +31,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_sums(co
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             if (own.holds(k)) {
-                Packed<X, kVector> x;
-                Packed<Dy, kVector> dy;
+                XVector x;
+                DyVector dy;
                 x.load(a.x + row * a.x_row_stride + slab.first_column + own.at(k));
                 dy.load(a.dy + row * a.dy_row_stride + slab.first_column + own.at(k));
-                first_half<true, false>(sums, nullptr, k, x, dy, w[k], statistics);
+                first_half<true, false>(sums, nullptr, k, x, dy, w, statistics);
             }
         }
         sum_over_lanes<kLayerNorm, 32>(sums);
@@ -53,14 +53,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
     const Slab slab(a);
     const Columns own(threadIdx.x, kThreads, slab.columns);
     ColumnSums column_sums(shared, threadIdx.x, kThreads);
+    const auto partial_row = [&] { return PartialRow(a, blockIdx.y, slab.first_column); };
     let_next_kernel_launch();
     Weights w;
-    load_weights(w, a, own, slab.first_column);
+    w.load(a, own, slab.first_column);
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
 
     for (int64 row = blockIdx.y; row < a.rows; row += gridDim.y) {
-        Packed<X, kVector> x[kVectors];
-        Packed<Dy, kVector> dy[kVectors];
+        XVector x[kVectors];
+        DyVector dy[kVectors];
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             if (own.holds(k)) {
@@ -77,12 +78,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             if (own.holds(k)) {
-                first_half<false, true>(sums, &column_sums, k, x[k], dy[k], w[k], statistics);
-                if (a.dx) second_half(dx + own.at(k), true, x[k], dy[k], w[k], statistics, coefficients);
+                first_half<false, true>(sums, &column_sums, k, x[k], dy[k], w, statistics);
+                if (a.dx) second_half(dx + own.at(k), true, k, x[k], dy[k], w, statistics, coefficients);
             }
         }
-        column_sums.row_done();
+        column_sums.row_done(own, partial_row);
     }
 
-    if (a.dw_partials || a.db_partials) column_sums.write_partials(a, blockIdx.y, slab.first_column, own, kThreads);
+    if (a.dw_partials || a.db_partials) column_sums.write_partials(partial_row(), own, kThreads);
 }

@@ -12,9 +12,6 @@
 #include "backward.cuh"
 #include "overlap.cuh"
 
-// What leaves a thread the registers that it needs; on 12.0 no longer slab fits in shared memory.
-constexpr int kMaxThreads = kVector > 1 || sizeof(Compute) == 8 || __CUDA_ARCH__ >= 1200 ? 256 : 512;
-
 #include "staged.cuh"
 
 // The statistics of a group's rows, as many steps ahead as the group has lanes in a warp: lane i loads those of the
@@ -41,45 +38,63 @@ struct StatisticsAhead {
     }
 };
 
+// A group's row in the ring.
+struct StagedRow {
+    const X* x;
+    const Dy* dy;
+
+    // Calls work(k, x, dy) for each of a thread's vectors.
+    template <class Work> __device__ void for_each_vector(const Columns& at, Work work) const {
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            XVector x_vector;
+            DyVector dy_vector;
+            x_vector.load(x + at.readable(k));
+            dy_vector.load(dy + at.readable(k));
+            work(k, x_vector, dy_vector);
+        }
+    }
+};
+
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kMaxThreads, 1)
     backward_staged(const BackwardArguments a) {
     extern __shared__ __align__(128) char shared[];
     __shared__ BlockState state;
 
-    const int groups = blockDim.x / a.group_threads;
-    const int group = threadIdx.x / a.group_threads, thread = threadIdx.x % a.group_threads;
-    const int rank = kClustered ? cluster_rank() : 0;
-    const int first_column = rank * a.slab_columns;
-    const int columns = minimum(a.slab_columns, a.columns - first_column);
+    const BlockShare share(a);
     let_next_kernel_launch();
 
-    const RowWalk walk(a.rows, groups);
-    const int x_bytes = RingPart<X>::bytes(groups * a.slab_columns);
-    const int dy_bytes = RingPart<Dy>::bytes(groups * a.slab_columns);
-    const RingPart<X> x_part = {a.x + first_column, a.x_row_stride, 0};
-    const RingPart<Dy> dy_part = {a.dy + first_column, a.dy_row_stride, x_bytes};
-    char* const places = shared + ColumnSums::shared_bytes(blockDim.x);
-    const Ring ring = {places, &state, a.stages, x_bytes + dy_bytes, columns, groups, a.rows};
-    const SumExchange<kLayerNorm> exchange(state, group, a.group_threads, rank);
-    if (thread == 0) exchange.init();
-    if (threadIdx.x == 0) ring.init();
-    if (thread == 0) fence_barrier_init();
-    barriers_start();
+    const RowWalk walk(a.rows, share.groups);
+    const int x_bytes = RingPart<X>::bytes(share.groups * a.slab_columns);
+    const int dy_bytes = RingPart<Dy>::bytes(share.groups * a.slab_columns);
+    const RingPart<X> x_part = {a.x + share.first_column, a.x_row_stride, 0};
+    const RingPart<Dy> dy_part = {a.dy + share.first_column, a.dy_row_stride, x_bytes};
+    char* const w_shared = shared + ColumnSums::shared_bytes(blockDim.x);
+    char* const places = w_shared + Weights::shared_bytes(blockDim.x);
+    const Ring ring = {places, &state, a.stages, x_bytes + dy_bytes, share.columns, share.groups, a.rows};
+    const SumExchange<kLayerNorm> exchange(state, share, a.group_threads);
+    barriers_start(share, ring, exchange);
 
     // w before the rows, so that it does not wait behind them: at 25 MB it then came 5 us later.
-    const int64 first_row = walk.first + group;
+    const int64 first_row = walk.first + share.group;
     StatisticsAhead statistics;
     statistics.lanes = minimum(a.group_threads, 32);
     statistics.load_next(a, first_row, walk.step, 0);
-    const Columns own(thread, a.group_threads, columns);
+    const Columns own(share.thread, a.group_threads, share.columns);
     Weights w;
-    load_weights(w, a, own, first_column);
+    w.load(a, own, share.first_column, reinterpret_cast<uint4*>(w_shared));
     if (threadIdx.x == 0) ring.fill_first(walk, x_part, dy_part);
     barriers_ready();
 
-    X* dx = a.dx + first_row * a.dx_row_stride + first_column;
+    X* dx = a.dx + first_row * a.dx_row_stride + share.first_column;
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
     ColumnSums column_sums(shared, threadIdx.x, blockDim.x);
+    const auto partial_row = [&] { return PartialRow(a, blockIdx.x / kCluster, share.first_column); };
+    const auto staged_row = [&](const RingPlace& place, int j) {
+        const char* const at = ring.place(place.stage);
+        const int elements = share.group * share.columns;
+        return StagedRow{x_part.in(at, walk.row(j), elements), dy_part.in(at, walk.row(j), elements)};
+    };
     RowStatistics row, row_before;
     Sums<Compute> posted, posted_before;
     RingPlace place, place_before;
@@ -88,42 +103,28 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
     for (int j = 0; j <= walk.count; ++j) {
         const Columns at = own.found_anew();
         if (j < walk.count) {
-            active = groups == 1 || first_row + j * walk.step < a.rows;
+            active = share.groups == 1 || first_row + j * walk.step < a.rows;
             row = statistics.of(a, first_row, walk.step, j);
             ring.wait(place);
-            const X* const x_row = x_part.in(ring.place(place.stage), walk.row(j), group * columns);
-            const Dy* const dy_row = dy_part.in(ring.place(place.stage), walk.row(j), group * columns);
             Sums<Compute> partial = {Compute(0), Compute(0)};
             if (active) {
-#pragma unroll
-                for (int k = 0; k < kVectors; ++k) {
-                    Packed<X, kVector> x;
-                    Packed<Dy, kVector> dy;
-                    x.load(x_row + at.readable(k));
-                    dy.load(dy_row + at.readable(k));
-                    first_half<true, true>(partial, &column_sums, k, x, dy, w[k], row);
-                }
+                staged_row(place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy) {
+                    first_half<true, true>(partial, &column_sums, k, x, dy, w, row);
+                });
             }
-            posted = exchange.post(partial, j, thread);
+            posted = exchange.post(partial, j, share.thread);
         }
         if (j > 0) {
             const RowCoefficients coefficients(exchange.collect(j - 1, posted_before), reciprocal_columns, row_before);
-            const X* const x_row = x_part.in(ring.place(place_before.stage), walk.row(j - 1), group * columns);
-            const Dy* const dy_row = dy_part.in(ring.place(place_before.stage), walk.row(j - 1), group * columns);
             if (a.dx) {
-#pragma unroll
-                for (int k = 0; k < kVectors; ++k) {
-                    Packed<X, kVector> x;
-                    Packed<Dy, kVector> dy;
-                    x.load(x_row + at.readable(k));
-                    dy.load(dy_row + at.readable(k));
-                    second_half(dx + at.at(k), active_before && at.holds(k), x, dy, w[k], row_before, coefficients);
-                }
+                staged_row(place_before, j - 1).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy) {
+                    second_half(dx + at.at(k), active_before && at.holds(k), k, x, dy, w, row_before, coefficients);
+                });
             }
             dx += walk.step * a.dx_row_stride;
-            ring.fill_again(place_before.stage, walk, j - 1, x_part, dy_part);
+            ring.fill_again(place_before, walk, j - 1, x_part, dy_part);
         }
-        if (j + 1 < walk.count) column_sums.row_done();
+        if (j + 1 < walk.count) column_sums.row_done(own, partial_row);
         row_before = row;
         posted_before = posted;
         place_before = place;
@@ -131,8 +132,6 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
         place.advance(a.stages);
     }
 
-    if (a.dw_partials || a.db_partials) {
-        column_sums.write_partials(a, blockIdx.x / kCluster, first_column, own, a.group_threads);
-    }
+    if (a.dw_partials || a.db_partials) column_sums.write_partials(partial_row(), own, a.group_threads);
     leave_together();
 }

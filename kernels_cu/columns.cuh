@@ -24,7 +24,7 @@ struct Columns {
     // columns would fill its registers.
     __device__ Columns found_anew() const {
         Columns copy = *this;
-        if constexpr (kVector == 1) asm volatile("" : "+r"(copy.first));
+        if constexpr (kVector == 1 || kColumnsPerThread > 40) asm volatile("" : "+r"(copy.first));
         return copy;
     }
     // A column that can be read in any case: work on it is wasted, but needs no branch.

@@ -128,11 +128,6 @@ template <class T, int V> struct Packed {
         for (int i = 0; i < kWords; ++i) words[i] = __ldcs(reinterpret_cast<const Word*>(source) + i);
     }
 
-    __device__ void load_from_l2(const T* source) {  // past the L1 cache, which may hold what lay there before
-#pragma unroll
-        for (int i = 0; i < kWords; ++i) words[i] = __ldcg(reinterpret_cast<const Word*>(source) + i);
-    }
-
     __device__ void store(T* target) const {
 #pragma unroll
         for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(target)[i] = words[i];
@@ -199,17 +194,24 @@ template <class C, int K, int V> __device__ void fill_columns(C (&values)[K][V],
 }
 
 // K vectors of V columns, vector k from column_of(k) on, or left alone where that is negative. One branch on the type
-// around all loads, so that they wait for memory together.
+// around all loads, so that they wait for memory together: up to 40 columns, more would take too many registers.
 template <class T, class C, int K, int V, class ColumnOf>
 __device__ void load_columns_of_type(C (&values)[K][V], const void* base, ColumnOf column_of) {
-    Packed<T, V> packed[K];
+    constexpr int kTogether = K * V <= 40 ? K : 32 / V;
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-        if (const int column = column_of(k); column >= 0) packed[k].load(static_cast<const T*>(base) + column);
-    }
+    for (int first = 0; first < K; first += kTogether) {
+        Packed<T, V> packed[kTogether];
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-        if (column_of(k) >= 0) packed[k].unpack(values[k]);
+        for (int i = 0; i < kTogether; ++i) {
+            if (const int column = column_of(first + i); column >= 0) {
+                packed[i].load(static_cast<const T*>(base) + column);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+            if (column_of(first + i) >= 0) packed[i].unpack(values[first + i]);
+        }
+        if constexpr (kTogether < K) asm volatile("" ::: "memory");
     }
 }
 

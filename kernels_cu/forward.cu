@@ -31,6 +31,8 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
     };
     load(int64(blockIdx.x) * groups + group);
 
+    const RootOfMean root(a.eps);
+    const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
     int buffer = 0;
     for (int64 first_row = int64(blockIdx.x) * groups; first_row < a.rows; first_row += step) {
         const int64 row = first_row + group;
@@ -40,30 +42,32 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
         for (int k = 0; k < kVectors; ++k) next[k].unpack(x[k]);
         load(row + step);
 
-        Sums<Compute> sums = {Compute(0), Compute(0)};
         Compute mean = Compute(0);
         if constexpr (kLayerNorm) {
+            ThreadSum sum;
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
 #pragma unroll
-                for (int v = 0; v < kVector; ++v) sums.first += x[k][v];
+                for (int v = 0; v < kVector; ++v) sum.of(k, v) += x[k][v];
             }
+            Sums<Compute> sums = sum.sums();
             group_sum.all<false>(sums, a.group_threads, buffer);
-            mean = sums.first / Compute(a.columns);
-            sums.first = Compute(0);
+            mean = sums.first * reciprocal_columns;
         }
+        ThreadSum squares;
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             if (column_of(k) < a.columns) {
 #pragma unroll
                 for (int v = 0; v < kVector; ++v) {
                     x[k][v] -= mean;
-                    sums.first += x[k][v] * x[k][v];
+                    squares.of(k, v) += x[k][v] * x[k][v];
                 }
             }
         }
+        Sums<Compute> sums = squares.sums();
         group_sum.all<false>(sums, a.group_threads, buffer);
-        const Compute rstd = reciprocal_root(sums.first / Compute(a.columns), a.eps);
+        const Compute rstd = root.reciprocal(sums.first * reciprocal_columns);
 
         if (active) {
 #pragma unroll
@@ -145,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads) forward_swept(const Fo
             variance -= correction * correction;
             if (variance < Compute(0)) variance = Compute(0);  // a NaN stays
         }
-        const Compute rstd = reciprocal_root(variance, a.eps);
+        const Compute rstd = RootOfMean(a.eps).reciprocal(variance);
         for_each_vector(a, row, [&](int column, Compute (&x)[kVector]) {
             Compute w[1][kVector], b[1][kVector];
             fill_columns(w, Compute(1));

@@ -43,9 +43,26 @@ static_assert(sizeof(ForwardArguments) == ARGUMENT_BYTES, "the Python side packs
 
 using Vector = Packed<X, kVector>;
 
-__device__ inline Compute reciprocal_root(Compute mean_square, double eps) {
-    const bool in_double = sizeof(Compute) == 8 || (eps > 0 && eps < 1e-37);  // too small for a float32
-    const Compute root = in_double ? Compute(sqrt(double(mean_square) + eps))
-                                   : Compute(sqrtf(float(mean_square) + float(eps)));
-    return Compute(1) / root;
-}
+// The sum of a thread's columns, in several chains: one would wait for itself.
+struct ThreadSum {
+    static constexpr int kChains = 4;
+    Compute chains[kChains] = {};
+
+    __device__ Compute& of(int k, int v) { return chains[(k * kVector + v) % kChains]; }
+    __device__ Sums<Compute> sums() const {
+        return {(chains[0] + chains[1]) + (chains[2] + chains[3]), Compute(0)};
+    }
+};
+
+// 1 / sqrt(mean_square + eps)
+struct RootOfMean {
+    double eps;
+    bool in_double;
+
+    __device__ explicit RootOfMean(double eps)
+        : eps(eps), in_double(sizeof(Compute) == 8 || (eps > 0 && eps < 1e-37)) {}  // too small for a float32
+    __device__ Compute reciprocal(Compute mean_square) const {
+        if (in_double) return Compute(1 / sqrt(double(mean_square) + eps));
+        return Compute(__frsqrt_rn(float(mean_square) + float(eps)));
+    }
+};

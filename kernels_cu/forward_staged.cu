@@ -9,141 +9,148 @@
 // exact as centring all columns. Orders of sums: over a thread's columns, over its lanes by a butterfly, over the warps and
 // blocks likewise.
 #include "forward.cuh"
-
-constexpr int kMaxThreads = sizeof(Compute) == 8 ? 256 : 512;
-
 #include "staged.cuh"
 
-// A thread's x between its two uses: vectors as they came, single columns widened, whichever takes less registers.
+// A vector of a thread's x, from the ring until y is written: as it came; single columns widened, which takes less registers.
 template <bool kWhole> struct KeptVector {
     Vector packed;
-    __device__ void keep(const Vector& as_it_came, const Compute (&)[kVector]) { packed = as_it_came; }
-    __device__ void unpack(Compute (&x)[kVector]) const { packed.unpack(x); }
+    __device__ void load(const X* source, bool holds) {
+        packed = {};
+        if (holds) packed.load(source);
+    }
+    __device__ void unpack(Compute (&x)[kVector]) const {
+        packed.unpack(x);
+    }
 };
 template <> struct KeptVector<false> {
     Compute value;
-    __device__ void keep(const Vector&, const Compute (&x)[kVector]) { value = x[0]; }
+    __device__ void load(const X* source, bool holds) {
+        Vector packed;
+        Compute x[kVector];
+        packed.load(source);
+        packed.unpack(x);
+        value = holds ? x[0] : Compute(0);
+    }
     __device__ void unpack(Compute (&x)[kVector]) const { x[0] = value; }
 };
+using Kept = KeptVector<(kVector > 1)>;
 
 struct RowStatistics {
     Compute mean, rstd;
 };
 
+#ifndef LAB
+#define LAB 0
+#endif
+// Threads on a multiprocessor that leave each the registers that it needs: for w, b, x of two rows, and some.
+constexpr int kRegisters = kColumnsPerThread * (2 * int(sizeof(Compute)) + 2 * int(sizeof(X))) / 4 + 62;
+constexpr int kThreadsAtOnce = kVector == 1 ? kMaxThreads : kCluster > 8 ? 256 : LAB == 0 && kLayerNorm ? 256 : minimum(65536 / kRegisters / 128 * 128, 512);
+
 // From a row's columns to its statistics. What warps post is, of their columns, the squares of the distances from their
 // mean, and that mean (RMSNorm: from 0, and 0).
 struct RowMoments {
-    static constexpr int kMost = kMaxWarps * kCluster, kLanes = minimum(kMost, 32);
+    static constexpr int kMost = kMaxWarps * kCluster;        // entries of a sum, one of each warp
+    static constexpr int kLanes = minimum(kMost, 32);         // that read them,
+    static constexpr int kEach = kMost / kLanes;              // so many each
 
     const SumExchange<false>& exchange;
-    const Compute* entry_columns;  // held by the warps that post the entries of a sum
-    const double eps;
+    const RootOfMean root;
     Compute reciprocal_columns, reciprocal_warp_columns;
+    Compute entry_columns[kEach];  // of the warps whose entries this lane reads; 0: there is no such warp
 
-    __device__ RowMoments(const ForwardArguments& a, const Columns& own, const SumExchange<false>& exchange,
-                          const Compute* entry_columns)
-        : exchange(exchange), entry_columns(entry_columns), eps(a.eps),
-          reciprocal_columns(Compute(1) / Compute(a.columns)) {
+    __device__ RowMoments(const ForwardArguments& a, const Columns& own, const SumExchange<false>& exchange)
+        : exchange(exchange), root(a.eps), reciprocal_columns(Compute(1) / Compute(a.columns)) {
         const int span = exchange.lanes * kColumnsPerThread;  // of the group's lanes in a warp
         const int columns = held(own.count - own.first / span * span, span);
         reciprocal_warp_columns = columns ? Compute(1) / Compute(columns) : Compute(0);
-    }
-
-    // By all threads of a block, before they first meet.
-    __device__ static void find_entry_columns(Compute (&entry_columns)[kMost], const ForwardArguments& a) {
-        const int span = 32 * kColumnsPerThread, warps = (a.group_threads + 31) / 32;
-        for (int entry = threadIdx.x; entry < kMost; entry += blockDim.x) {
-            const int block = entry / warps, warp = entry % warps;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int entry = i * kLanes + threadIdx.x % kLanes;
+            const int block = entry / exchange.warps, warp = entry % exchange.warps;
             const int slab = minimum(a.slab_columns, a.columns - block * a.slab_columns);
-            entry_columns[entry] = Compute(held(slab - warp * span, span));
+            entry_columns[i] = Compute(entry < exchange.entries ? held(slab - warp * span, span) : 0);
         }
     }
 
-    __device__ Sums<Compute> of_warp(const Compute (&x)[kVectors][kVector], const Columns& at) const {
-        Sums<Compute> sum = {Compute(0), Compute(0)}, squares = sum;
-        Compute mean = Compute(0);
+    __device__ Sums<Compute> of_warp(const Kept (&row)[kVectors], const Columns& at) const {
+        Compute x[kVector], mean = Compute(0);
         if constexpr (kLayerNorm) {
+            ThreadSum sum;
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
+                row[k].unpack(x);
 #pragma unroll
-                for (int v = 0; v < kVector; ++v) sum.first += x[k][v];
+                for (int v = 0; v < kVector; ++v) sum.of(k, v) += x[v];
             }
-            exchange.sum_in_warp(sum);
-            mean = sum.first * reciprocal_warp_columns;
+            mean = in_warp(sum) * reciprocal_warp_columns;
         }
+        ThreadSum squares;
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
+            row[k].unpack(x);
+            const Compute centre = at.holds(k) ? mean : Compute(0);
 #pragma unroll
             for (int v = 0; v < kVector; ++v) {
-                const Compute distance = !kLayerNorm ? x[k][v] : at.holds(k) ? x[k][v] - mean : Compute(0);
-                squares.first += distance * distance;
+                const Compute distance = kLayerNorm ? x[v] - centre : x[v];
+                squares.of(k, v) += distance * distance;
             }
         }
-        exchange.sum_in_warp(squares);
-        return {squares.first, mean};
+        return {in_warp(squares), mean};
     }
 
     __device__ RowStatistics of_row(int j, const Sums<Compute>& posted) const {
         Compute mean = posted.second, squares = posted.first;
         if (exchange.entries > 1) {
             const Sums<Compute>* const entries = exchange.wait(j);
-            Sums<Compute> sum = {Compute(0), Compute(0)};
+            Sums<Compute> entry[kEach], sum = {Compute(0), Compute(0)};
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) {
+                entry[i] = entries[minimum(i * kLanes + int(threadIdx.x % kLanes), exchange.entries - 1)];
+                if (!(entry_columns[i] > Compute(0))) entry[i] = {Compute(0), Compute(0)};
+            }
             if constexpr (kLayerNorm) {
 #pragma unroll
-                for (int i = 0; i < kMost; i += kLanes) {
-                    const int entry = i + threadIdx.x % kLanes;
-                    if (entry < exchange.entries) sum.first += entry_columns[entry] * entries[entry].second;
-                }
+                for (int i = 0; i < kEach; ++i) sum.first += entry_columns[i] * entry[i].second;
                 sum_over_lanes<false, kLanes>(sum);
                 mean = sum.first * reciprocal_columns;
                 sum.first = Compute(0);
             }
 #pragma unroll
-            for (int i = 0; i < kMost; i += kLanes) {
-                const int entry = i + threadIdx.x % kLanes;
-                if (entry < exchange.entries) {
-                    const Sums<Compute> posted = entries[entry];
-                    sum.first += posted.first;
-                    if constexpr (kLayerNorm) {
-                        sum.first += entry_columns[entry] * (posted.second - mean) * (posted.second - mean);
-                    }
-                }
+            for (int i = 0; i < kEach; ++i) {
+                const Compute distance = entry[i].second - mean;
+                sum.first += kLayerNorm ? entry[i].first + entry_columns[i] * distance * distance : entry[i].first;
             }
             sum_over_lanes<false, kLanes>(sum);
             squares = sum.first;
         }
-        return {mean, reciprocal_root(squares * reciprocal_columns, eps)};
+        return {mean, root.reciprocal(squares * reciprocal_columns)};
     }
 
 private:
+    __device__ Compute in_warp(const ThreadSum& sum) const {
+        Sums<Compute> sums = sum.sums();
+        exchange.sum_in_warp(sums);
+        return sums.first;
+    }
     __device__ static int held(int left, int span) { return left < 0 ? 0 : minimum(left, span); }
 };
 
-extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kMaxThreads, 1)
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
     forward_staged(const ForwardArguments a) {
     extern __shared__ __align__(128) char shared[];
     __shared__ BlockState state;
 
-    const int groups = blockDim.x / a.group_threads;
-    const int group = threadIdx.x / a.group_threads, thread = threadIdx.x % a.group_threads;
-    const int rank = kClustered ? cluster_rank() : 0;
-    const int first_column = rank * a.slab_columns;
-    const int columns = minimum(a.slab_columns, a.columns - first_column);
+    const BlockShare share(a);
+    const RowWalk walk(a.rows, share.groups);
+    const RingPart<X> x_part = {a.x + share.first_column, a.x_row_stride, 0};
+    const int place_bytes = RingPart<X>::bytes(share.groups * a.slab_columns);
+    const Ring ring = {shared, &state, a.stages, place_bytes, share.columns, share.groups, a.rows};
+    const SumExchange<false> exchange(state, share, a.group_threads);
+    barriers_start(share, ring, exchange);
 
-    const RowWalk walk(a.rows, groups);
-    const RingPart<X> x_part = {a.x + first_column, a.x_row_stride, 0};
-    const Ring ring = {shared, &state, a.stages, RingPart<X>::bytes(groups * a.slab_columns), columns, groups, a.rows};
-    const SumExchange<false> exchange(state, group, a.group_threads, rank);
-    __shared__ Compute entry_columns[RowMoments::kMost];
-    if constexpr (kLayerNorm) RowMoments::find_entry_columns(entry_columns, a);
-    if (thread == 0) exchange.init();
-    if (threadIdx.x == 0) ring.init();
-    if (thread == 0) fence_barrier_init();
-    barriers_start();
-
-    const Columns own(thread, a.group_threads, columns);  // w and b before the rows, as in the backward pass
+    const Columns own(share.thread, a.group_threads, share.columns);  // w and b before the rows, as in the backward pass
     Compute w[kVectors][kVector], b[kVectors][kVector];
-    const auto own_column = [&](int k) { return own.holds(k) ? first_column + own.at(k) : -1; };
+    const auto own_column = [&](int k) { return own.holds(k) ? share.first_column + own.at(k) : -1; };
     fill_columns(w, Compute(1));
     fill_columns(b, Compute(0));
     load_columns(w, a.w, a.w_code, own_column);
@@ -151,32 +158,24 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
     if (threadIdx.x == 0) ring.fill_first(walk, x_part);
     barriers_ready();
 
-    const int64 first_row = walk.first + group;
-    X* y = a.y + first_row * a.y_row_stride + first_column;
-    const RowMoments moments(a, own, exchange, entry_columns);
+    const int64 first_row = walk.first + share.group;
+    X* y = a.y + first_row * a.y_row_stride + share.first_column;
+    const RowMoments moments(a, own, exchange);
     RingPlace place;
-    KeptVector<(kVector > 1)> kept[kVectors], kept_before[kVectors];
+    Kept kept[kVectors], kept_before[kVectors];
     Sums<Compute> posted, posted_before;
     // The sums of step j, then y of the step before it.
     for (int j = 0; j <= walk.count; ++j) {
         const Columns at = own.found_anew();
         if (j < walk.count) {
             ring.wait(place);
-            const X* const x_row = x_part.in(ring.place(place.stage), walk.row(j), group * columns);
-            Compute x[kVectors][kVector];
+            const X* const x_row = x_part.in(ring.place(place.stage), walk.row(j), share.group * share.columns);
 #pragma unroll
-            for (int k = 0; k < kVectors; ++k) {
-                Vector packed;
-                packed.load(x_row + at.readable(k));
-                packed.unpack(x[k]);
-#pragma unroll
-                for (int v = 0; v < kVector; ++v) x[k][v] = at.holds(k) ? x[k][v] : Compute(0);
-                kept[k].keep(packed, x[k]);
-            }
-            ring.fill_again(place.stage, walk, j, x_part);
+            for (int k = 0; k < kVectors; ++k) kept[k].load(x_row + at.readable(k), at.holds(k));
+            posted = moments.of_warp(kept, at);
+            exchange.post_warp(posted, j, share.thread);
+            ring.fill_again(place, walk, j, x_part);  // not before: the others wait for what the last warp posts
             place.advance(a.stages);
-            posted = moments.of_warp(x, at);
-            exchange.post_warp(posted, j, thread);
         }
         if (j > 0) {
             const int64 row = first_row + (j - 1) * walk.step;
@@ -196,7 +195,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
                 if (active && at.holds(k)) packed.store_streaming(y + at.at(k));
             }
             y += walk.step * a.y_row_stride;
-            if (active && thread == 0 && rank == 0) {
+            if (active && share.thread == 0 && share.rank == 0) {
                 a.rstd[row] = statistics.rstd;
                 if constexpr (kLayerNorm) a.mean[row] = statistics.mean;
             }

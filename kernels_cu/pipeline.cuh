@@ -22,19 +22,13 @@ struct Barrier {
     __device__ void arrive() {
         asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(address()) : "memory");
     }
-    // True for the last to arrive in a phase, who then may touch what the others are done with.
+    // True for the last to arrive in a phase.
     __device__ bool arrive_last() {
         unsigned long long before;
         int pending;
         asm volatile("mbarrier.arrive.shared.b64 %0, [%1];" : "=l"(before) : "r"(address()) : "memory");
         asm("mbarrier.pending_count.b64 %0, %1;" : "=r"(pending) : "l"(before));
-        if (pending != 1) return false;
-        asm volatile(
-            "{\n"
-            ".reg .pred done;\n"
-            "mbarrier.test_wait.shared.b64 done, [%0], %1;\n"  // it is: for the order that waiting brings
-            "}\n" ::"r"(address()), "l"(before) : "memory");
-        return true;
+        return pending == 1;
     }
     __device__ void arrive_expecting(int bytes) {
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");

@@ -46,7 +46,8 @@ template <bool kBoth, int kMost, class C> __device__ Sums<C> sum_entries(const S
 #pragma unroll
     for (int i = 0; i < kMost; i += kLanes) {
         const int entry = i + threadIdx.x % kLanes;
-        if (entry < count) sums.add(entries[entry]);
+        const Sums<C> own = entries[minimum(entry, count - 1)];
+        if (entry < count) sums.add(own);
     }
     sum_over_lanes<kBoth, kLanes>(sums);
     return sums;

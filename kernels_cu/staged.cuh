@@ -8,17 +8,30 @@
 // With VECTOR = 0 rows may start anywhere: the copy takes the 16-byte words that cover the rows, at most 15 bytes more
 // on either side, all in words that hold at least one byte of a row.
 //
-// Expects Compute, kVector and kMaxThreads, the most threads of a block.
+// Expects Compute and kVector.
 #pragma once
 
 #include "pipeline.cuh"
 #include "reduce.cuh"
 
+// What leaves a thread the registers that it needs; on 12.0 no longer slab fits in shared memory.
+constexpr int kMaxThreads = kVector > 1 || sizeof(Compute) == 8 || __CUDA_ARCH__ >= 1200 ? 256 : 512;
 constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kCluster = CLUSTER;  // known when compiled: at N=65536 RMSNorm took 118 us so, 135 us as an argument
 constexpr bool kClustered = kCluster > 1;
 constexpr int kMaxStages = 8;
 constexpr int kSlots = 4;  // a warp that posts sum j knows that all others have read sum j − 4
+
+// A block's share of a row, and a thread's place in the block.
+struct BlockShare {
+    int groups, group, thread, rank, first_column, columns;
+
+    template <class Arguments>
+    __device__ explicit BlockShare(const Arguments& a)
+        : groups(blockDim.x / a.group_threads), group(threadIdx.x / a.group_threads),
+          thread(threadIdx.x % a.group_threads), rank(kClustered ? cluster_rank() : 0),
+          first_column(rank * a.slab_columns), columns(minimum(a.slab_columns, a.columns - first_column)) {}
+};
 
 struct BlockState {
     Barrier full[kMaxStages];           // the rows of a step have arrived in their place
@@ -103,12 +116,13 @@ struct Ring {
     template <class... Part> __device__ void fill_first(const RowWalk& walk, const Part&... parts) const {
         for (int j = 0; j < minimum(stages, walk.count); ++j) fill(j, walk.row(j), parts...);
     }
-    // By every thread of a warp that is done with step j, at `stage`.
+    // By every thread of a warp that is done with step j, at `place`. The last of the warps fills it.
     template <class... Part>
-    __device__ void fill_again(int stage, const RowWalk& walk, int j, const Part&... parts) const {
+    __device__ void fill_again(const RingPlace& place, const RowWalk& walk, int j, const Part&... parts) const {
         __syncwarp();
-        if (threadIdx.x % 32 == 0 && j + stages < walk.count && state->done[stage].arrive_last()) {
-            fill(stage, walk.row(j + stages), parts...);
+        if (threadIdx.x % 32 == 0 && j + stages < walk.count && state->done[place.stage].arrive_last()) {
+            state->done[place.stage].wait(place.parity);  // over at once: for the order that waiting brings
+            fill(place.stage, walk.row(j + stages), parts...);
         }
     }
     __device__ void wait(const RingPlace& place) const { state->full[place.stage].wait(place.parity); }
@@ -120,9 +134,10 @@ template <bool kBoth> struct SumExchange {
     Sums<Compute>* slots;
     int lanes, warps, entries, rank;  // of this group: lanes in a warp, warps in this block, entries of a slot
 
-    __device__ SumExchange(BlockState& state, int group, int group_threads, int rank)
-        : summed(state.summed[group * group_threads / 32]), slots(state.sums[group * group_threads / 32]),
-          lanes(minimum(group_threads, 32)), warps((group_threads + 31) / 32), entries(warps * kCluster), rank(rank) {}
+    __device__ SumExchange(BlockState& state, const BlockShare& share, int group_threads)
+        : summed(state.summed[share.group * group_threads / 32]), slots(state.sums[share.group * group_threads / 32]),
+          lanes(minimum(group_threads, 32)), warps((group_threads + 31) / 32), entries(warps * kCluster),
+          rank(share.rank) {}
 
     __device__ void init() const {
         if (entries == 1) return;
@@ -131,7 +146,10 @@ template <bool kBoth> struct SumExchange {
 
     // Over the lanes of the warp that belong to the group.
     __device__ void sum_in_warp(Sums<Compute>& sums) const {
-        if (lanes == 32) sum_over_lanes<kBoth, 32>(sums);
+        #ifndef LAB
+#define LAB 0
+#endif
+        if ((LAB != 1 && kWholeWarps && kColumnsPerThread <= 40) || lanes == 32) sum_over_lanes<kBoth, 32>(sums);
         else sum_over_lanes<kBoth>(sums, lanes);
     }
 
@@ -172,8 +190,12 @@ template <bool kBoth> struct SumExchange {
     }
 };
 
-// Barriers of a block or cluster, before the first step: `init` by some threads, then start(); after it, ready().
-__device__ inline void barriers_start() {
+// Makes the barriers of a block or cluster, before the first step; they are there after barriers_ready().
+template <bool kBoth>
+__device__ void barriers_start(const BlockShare& share, const Ring& ring, const SumExchange<kBoth>& exchange) {
+    if (share.thread == 0) exchange.init();
+    if (threadIdx.x == 0) ring.init();
+    if (share.thread == 0) fence_barrier_init();
     if constexpr (kClustered) cluster_arrive();
 }
 __device__ inline void barriers_ready() {

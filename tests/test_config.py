@@ -146,7 +146,7 @@ def test_forward_configs_hold_their_rows(device, x, aligned):
         assert chosen.threads % 32 == 0, at
         if chosen.kernel == "forward_staged":
             assert device.has_clusters, at
-            assert chosen.threads <= config.FORWARD_STAGED_MAX_THREADS[config.compute_itemsize(x)], at
+            assert chosen.threads <= config.staged_max_threads(x, vector, device), at
             assert chosen.slab_columns <= chosen.group_threads * per_thread, at
             assert (chosen.cluster - 1) * chosen.slab_columns < columns <= chosen.cluster * chosen.slab_columns, at
             assert chosen.groups == 1 or (chosen.cluster == 1 and gap == 0), at

@@ -30,14 +30,21 @@ STAGED_BLOCKS = 2  # on a multiprocessor, of threads that hold 4096 columns or s
 # the lanes of 1, 2, 4 or 8 warps.
 STAGED_COLUMNS_PER_THREAD = {"float32": (24, 32, 40), "float64": (16,)}
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
-FORWARD_STAGED_MAX_THREADS = {4: 512, 8: 256}  # kMaxThreads of forward_staged.cu, by bytes of the arithmetic's type
+# Of 16-bit types, where the largest cluster has no room for the row otherwise. Level two of dw and db then lies in memory,
+# and of w, beside both, three vectors a thread in shared memory (backward.cuh: kManyColumns).
+STAGED_MANY_COLUMNS_PER_THREAD = 64
+STAGED_SHARED_W_BYTES = 3 * 8 * 4
 FORWARD_STAGED_LEAST_STAGES = 2
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
-FORWARD_STAGED_BLOCKS = 2  # of SMALL_BLOCK threads on a multiprocessor
+FORWARD_STAGED_BLOCKS = 2  # on a multiprocessor, of threads that hold 4096 columns or so, where rows leave the choice
+FORWARD_WARPS = 4
+LAB = 0
+FORWARD_LN_DIRECT = False
 SPLIT_THREADS = 256
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 WORKSPACE_BYTES = 64 << 20
+ONE_WALKER_STEPS = 2  # so few steps take one block less time than the final reduction of several
 REDUCTION_SHARED_BYTES = 10 << 10  # left free for a block of the final reduction, which is launched early
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
 
@@ -183,7 +190,9 @@ def _direct_definitions(per_thread: int, threads: int, vector: bool) -> tuple[st
 
 
 def _column_sums_bytes(problem: NormProblem, per_thread: int) -> int:
-    """Shared memory that each thread needs for the second level of dw and db."""
+    """Shared memory that each thread needs for the second level of dw and db, or in place of it for w."""
+    if per_thread == STAGED_MANY_COLUMNS_PER_THREAD:
+        return STAGED_SHARED_W_BYTES if _sums_db(problem) else 0
     return per_thread * compute_itemsize(problem.x_dtype.name) * (2 if _sums_db(problem) else 1)
 
 
@@ -203,15 +212,11 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
     small = problem.columns <= WARP * columns_per_thread(name)
     if small and not contiguous:
         return None
-    free_bytes = device.shared_bytes - (REDUCTION_SHARED_BYTES if device.overlaps_launches else 0)
     for cluster in CLUSTERS:
         slab = _divide_up(_divide_up(problem.columns, cluster), width) * width
         if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
             continue
-        if small:
-            per_thread, group = columns_per_thread(name), _lanes(slab, columns_per_thread(name), vector)
-        else:
-            per_thread, group = _staged_group(slab, _staged_choice(name, dy_name, vector, cluster, device))
+        per_thread, group = _staged_threads(name, dy_name, slab, small, vector, cluster, device)
         max_threads = staged_max_threads(name, vector, device)
         if group > max_threads:
             continue
@@ -221,6 +226,8 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         outer_bytes = _column_sums_bytes(problem, per_thread) * threads
         step_bytes = sum(_part_bytes(groups * slab, part, vector) for part in (name, dy_name))
         ring_bytes = STAGED_RING_BYTES if cluster < 8 else STAGED_LARGE_CLUSTER_RING_BYTES
+        many = per_thread == STAGED_MANY_COLUMNS_PER_THREAD
+        free_bytes = device.shared_bytes - (REDUCTION_SHARED_BYTES if device.overlaps_launches and not many else 0)
         for blocks in _blocks_to_try(STAGED_BLOCKS * block_threads // threads):
             room = free_bytes // blocks - _staged_static_bytes(name, max_threads, cluster) - outer_bytes
             stages = min(room // step_bytes, STAGED_MOST_STAGES)
@@ -245,15 +252,23 @@ def _staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) 
     """Columns a thread to choose from; rare combinations, of which there are many, have no choice."""
     if not vector:
         return (columns_per_thread(x),)
+    if x == dy and ITEMSIZE[x] == 2 and cluster == 16:
+        return (*STAGED_USUAL_COLUMNS_PER_THREAD["float32"], STAGED_MANY_COLUMNS_PER_THREAD)
     usual = x != dy or cluster > 4 or not device.has_large_shared_memory
     choices = STAGED_USUAL_COLUMNS_PER_THREAD if usual else STAGED_COLUMNS_PER_THREAD
     return choices["float64" if x == "float64" else "float32"]
 
 
-def _staged_group(slab: int, choice: tuple[int, ...]) -> tuple[int, int]:
-    """Columns a thread, and threads, for rows that take whole warps: the fewest warps that hold the row."""
+def _staged_threads(
+    x: str, dy: str, slab: int, small: bool, vector: bool, cluster: int, device: Device
+) -> tuple[int, int]:
+    """Columns a thread, and threads that share a row: the fewest warps that hold the block's columns of it."""
+    if small:
+        return columns_per_thread(x), _lanes(slab, columns_per_thread(x), vector)
+    choice = _staged_choice(x, dy, vector, cluster, device)
+    few = [per_thread for per_thread in choice if per_thread != STAGED_MANY_COLUMNS_PER_THREAD]
     if len(choice) > 1:
-        for warps, per_thread in product((1, 2, 4, 8), choice):
+        for warps, per_thread in product((1, 2, 4, 8), few):
             if slab <= warps * WARP * per_thread <= 8192:
                 return per_thread, warps * WARP
     return choice[-1], _whole_warps(_divide_up(slab, choice[-1]))
@@ -281,7 +296,8 @@ def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: i
     """
     walkers = _divide_up(blocks_at_once, config.slabs) if config.route == "split" else blocks_at_once
     bytes_a_row = problem.columns * compute_itemsize(problem.x_dtype.name) * (2 if problem.want_db else 1)
-    walkers = min(walkers, max(1, WORKSPACE_BYTES // 2 // bytes_a_row), _divide_up(problem.rows, config.groups))
+    steps = _divide_up(problem.rows, config.groups)
+    walkers = min(walkers, max(1, WORKSPACE_BYTES // 2 // bytes_a_row), 1 if steps <= ONE_WALKER_STEPS else steps)
     return max(1, walkers)
 
 
@@ -329,9 +345,10 @@ def forward_config(problem: NormProblem, aligned: bool, device: Device) -> Forwa
     x = problem.x_dtype.name
     vector = vector_width(x) if aligned and problem.columns % vector_width(x) == 0 else 1
     definitions = _forward_definitions(problem.norm, x, vector > 1, _reserved_of(problem))
-    per_thread = columns_per_thread(x)
     if device.has_clusters and (staged := _forward_staged(problem, vector, definitions, device)):
         return staged
+    per_thread = columns_per_thread(x)
+    definitions = (*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}")
     if problem.columns <= WARP * per_thread:
         lanes = _lanes(problem.columns, per_thread, vector > 1)
         return ForwardConfig("forward.cu", "forward_direct", definitions, SMALL_BLOCK, lanes)
@@ -352,28 +369,28 @@ def _forward_staged(
 ) -> ForwardConfig | None:
     """As for the backward pass. A place in the ring is free again as soon as its row is in registers."""
     name = problem.x_dtype.name
-    per_thread = columns_per_thread(name)
-    max_threads = FORWARD_STAGED_MAX_THREADS[compute_itemsize(name)]
     contiguous = problem.x_row_stride == problem.columns
-    small = problem.columns <= WARP * per_thread
+    small = problem.columns <= WARP * columns_per_thread(name)
     if small and not contiguous:
         return None
     # In rows of 2 to 8 warps what LayerNorm sums within a warp costs more than the ring hides: at 1 GB and N=1024
     # 3093 GB/s, 3353 without it; at N=4096 3106 and 3071. float32 gains, having half as many columns for its bytes.
-    if problem.norm == "layernorm" and ITEMSIZE[name] == 2 and not small and problem.columns <= 4096:
+    if FORWARD_LN_DIRECT and problem.norm == "layernorm" and ITEMSIZE[name] == 2 and not small and problem.columns <= 4096:
         return None
+    max_threads = staged_max_threads(name, vector > 1, device)
     for cluster in CLUSTERS:
         slab = _divide_up(_divide_up(problem.columns, cluster), vector) * vector
         if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
             continue
-        group = _lanes(slab, per_thread, vector > 1) if small else _whole_warps(_divide_up(slab, per_thread))
+        per_thread, group = _staged_threads(name, name, slab, small, vector > 1, cluster, device)
         if group > max_threads:
             continue
-        groups = max(1, SMALL_BLOCK // group) if cluster == 1 and contiguous else 1
+        block_threads = 8 * WARP if per_thread == columns_per_thread(name) else FORWARD_WARPS * WARP
+        groups = max(1, block_threads // group) if cluster == 1 and contiguous else 1
         threads = groups * group
         step_bytes = _part_bytes(groups * slab, name, vector > 1)
         static_bytes = _staged_static_bytes(name, max_threads, cluster)
-        for blocks in _blocks_to_try(FORWARD_STAGED_BLOCKS * SMALL_BLOCK // threads):
+        for blocks in _blocks_to_try(FORWARD_STAGED_BLOCKS * block_threads // threads):
             stages = min((device.shared_bytes // blocks - static_bytes) // step_bytes, STAGED_MOST_STAGES)
             if stages >= FORWARD_STAGED_LEAST_STAGES:
                 wanted = FORWARD_STAGED_RING_BYTES // (blocks * step_bytes)
@@ -381,13 +398,13 @@ def _forward_staged(
                 return ForwardConfig(
                     "forward_staged.cu",
                     "forward_staged",
-                    (*definitions, f"-DCLUSTER={cluster}"),
+                    (*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DCLUSTER={cluster}"),
                     threads,
                     group,
                     slab_columns=slab,
                     cluster=cluster,
                     stages=stages,
-                    shared_bytes=step_bytes * stages,
+                    shared_bytes=max(step_bytes * stages, device.shared_bytes // (blocks + 1)),
                 )
     return None
 
@@ -429,25 +446,28 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         split = (*definitions, f"-DCOLUMNS_PER_THREAD={columns_per_thread(x)}")
         yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), split)
         if device.has_clusters:
-            choices = {(columns_per_thread(x), 1)} | {
-                (per_thread, cluster)
-                for cluster in CLUSTERS
-                for per_thread in _staged_choice(x, dy, vector, cluster, device)
-                if cluster <= device.largest_cluster
-            }
-            for per_thread, cluster in sorted(choices):
+            for per_thread, cluster in _staged_choices(x, dy, vector, device):
                 staged = (*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DCLUSTER={cluster}")
                 yield Variant("backward_staged.cu", ("backward_staged",), staged)
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
         definitions = _forward_definitions(norm, x, vector)
-        yield Variant("forward.cu", ("forward_direct", "forward_swept"), definitions)
-        for cluster in CLUSTERS:
-            if device.has_clusters and cluster <= device.largest_cluster:
-                yield Variant("forward_staged.cu", ("forward_staged",), (*definitions, f"-DCLUSTER={cluster}"))
+        routes = (*definitions, f"-DCOLUMNS_PER_THREAD={columns_per_thread(x)}")
+        yield Variant("forward.cu", ("forward_direct", "forward_swept"), routes)
+        if device.has_clusters:
+            for per_thread, cluster in _staged_choices(x, x, vector, device):
+                staged = (*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DCLUSTER={cluster}")
+                yield Variant("forward_staged.cu", ("forward_staged",), staged)
     for compute_name in ("float32", "float64"):
         yield Variant("partials.cu", ("reduce_partials",), partials_definitions(compute_name))
     for x, streaming in product(FLOAT_NAMES, (False, True)):
         yield Variant("triad.cu", ("triad",), triad_definitions(x, streaming))
+
+
+def _staged_choices(x: str, dy: str, vector: bool, device: Device) -> list[tuple[int, int]]:
+    """Every pair of columns a thread and blocks a cluster."""
+    clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
+    choices = {(n, cluster) for cluster in clusters for n in _staged_choice(x, dy, vector, cluster, device)}
+    return sorted(choices | {(columns_per_thread(x), 1)})
 
 
 def _reserved(weight_offset: bool = False, per_head: bool = False, add_residual: bool = False) -> tuple[str, ...]:
@@ -482,8 +502,8 @@ def _forward_definitions(norm: str, x: str, vector: bool, reserved: tuple[str, .
         f"-DLAYER_NORM={int(norm == 'layernorm')}",
         f"-DX_TYPE={x}",
         f"-DVECTOR={int(vector)}",
-        f"-DCOLUMNS_PER_THREAD={columns_per_thread(x)}",
         *reserved,
+        f"-DLAB={LAB}",
         _argument_bytes(FORWARD_ARGUMENTS),
     )
 

@@ -26,10 +26,11 @@ _current_stream = cupy.cuda.get_current_stream
 class Backward:
     """A backward problem on the current device, ready to run on any addresses.
 
-    `offset` has the bits in which the addresses of x, w, dy and dx differ from multiples of 16.
+    `offset` has the bits in which the addresses of x, w, dy and dx differ from multiples of 16, `sums_offset` those of
+    dw and db.
     """
 
-    def __init__(self, problem: NormProblem, offset: int) -> None:
+    def __init__(self, problem: NormProblem, offset: int, sums_offset: int) -> None:
         self.problem = problem
         self._has_work = problem.rows > 0 and (problem.want_dx or problem.want_dw or problem.want_db)
         if not self._has_work:
@@ -40,8 +41,10 @@ class Backward:
         main = _backward_launch(config, "backward_split_apply" if split else f"backward_{config.route}")
         walkers = choose.partial_rows(config, problem, _walkers_at_once(main, config.cluster, device))
 
+        # A single partial row is the sum.
+        self._one_row = walkers == 1 and sums_offset == 0 and problem.parameter_dtype == problem.compute_dtype
         itemsize = problem.compute_dtype.itemsize
-        partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize
+        partials_bytes = 0 if self._one_row else walkers * choose.partial_row_stride(problem.columns) * itemsize
         self._workspace = _Workspace(
             partials_bytes if problem.want_dw else 0,
             partials_bytes if problem.want_db else 0,
@@ -55,7 +58,7 @@ class Backward:
             kernels.insert(0, (_backward_launch(config, "backward_split_sums"), (config.slabs, sums_walkers)))
         reduction = choose.reduction_config(walkers)
         reductions = []
-        if problem.want_dw or problem.want_db:
+        if (problem.want_dw or problem.want_db) and not self._one_row:
             definitions = choose.partials_definitions(problem.compute_dtype.name, problem.accumulate)
             reduce = Launch(
                 kernel("partials.cu", "reduce_partials", definitions),
@@ -105,6 +108,8 @@ class Backward:
         fill, fill_partials, launches = self._thread.own
         memory = self._workspace.allocate(stream)
         dw_partials, db_partials, sums = self._workspace.parts(memory)
+        if self._one_row:
+            dw_partials, db_partials = dw, db
         fill(x, dy, w, mean, rstd, dx, dw_partials, db_partials, sums)
         fill_partials(dw_partials, db_partials, dw, db)
         launch_all(launches, stream.ptr)
