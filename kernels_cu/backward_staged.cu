@@ -42,6 +42,7 @@ struct StatisticsAhead {
 struct StagedRow {
     const X* x;
     const Dy* dy;
+    int first;  // a column that is there
 
     // Calls work(k, x, dy) for each of a thread's vectors.
     template <class Work> __device__ void for_each_vector(const Columns& at, Work work) const {
@@ -49,14 +50,17 @@ struct StagedRow {
         for (int k = 0; k < kVectors; ++k) {
             XVector x_vector;
             DyVector dy_vector;
-            x_vector.load(x + at.readable(k));
-            dy_vector.load(dy + at.readable(k));
+            x_vector.load(x + at.readable(k, first));
+            dy_vector.load(dy + at.readable(k, first));
             work(k, x_vector, dy_vector);
         }
     }
 };
 
-extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kMaxThreads, 1)
+// Blocks that a multiprocessor holds, of the most threads.
+constexpr int kBlocks = kVector > 1 && !kWholeWarps ? 2 : 1;
+
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kMaxThreads, kBlocks)
     backward_staged(const BackwardArguments a) {
     extern __shared__ __align__(128) char shared[];
     __shared__ BlockState state;
@@ -64,26 +68,24 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
     const BlockShare share(a);
     let_next_kernel_launch();
 
-    const RowWalk walk(a.rows, share.groups);
-    const int x_bytes = RingPart<X>::bytes(share.groups * a.slab_columns);
-    const int dy_bytes = RingPart<Dy>::bytes(share.groups * a.slab_columns);
-    const RingPart<X> x_part = {a.x + share.first_column, a.x_row_stride, 0};
-    const RingPart<Dy> dy_part = {a.dy + share.first_column, a.dy_row_stride, x_bytes};
+    const RowWalk walk(a.rows, share);
+    const RingPart<X> x_part(a, share, a.x, a.x_row_stride, 0);
+    const RingPart<Dy> dy_part(a, share, a.dy, a.dy_row_stride, x_part.part_bytes);
     char* const w_shared = shared + ColumnSums::shared_bytes(blockDim.x);
     char* const places = w_shared + Weights::shared_bytes(blockDim.x);
-    const Ring ring = {places, &state, a.stages, x_bytes + dy_bytes, share.columns, share.groups, a.rows};
+    const Ring ring(places, state, share, a.stages, x_part.part_bytes + dy_part.part_bytes, a.rows);
     const SumExchange<kLayerNorm> exchange(state, share, a.group_threads);
     barriers_start(share, ring, exchange);
 
     // w before the rows, so that it does not wait behind them: at 25 MB it then came 5 us later.
-    const int64 first_row = walk.first + share.group;
+    const int64 first_row = walk.first + share.group - share.team_group;
     StatisticsAhead statistics;
     statistics.lanes = minimum(a.group_threads, 32);
     statistics.load_next(a, first_row, walk.step, 0);
     const Columns own(share.thread, a.group_threads, share.columns);
     Weights w;
-    w.load(a, own, share.first_column, reinterpret_cast<uint4*>(w_shared));
-    if (threadIdx.x == 0) ring.fill_first(walk, x_part, dy_part);
+    w.load(a, own, share.first_column, w_shared);
+    if (ring.is_first_of_team()) ring.fill_first(walk, x_part, dy_part);
     barriers_ready();
 
     X* dx = a.dx + first_row * a.dx_row_stride + share.first_column;
@@ -92,20 +94,18 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
     const auto partial_row = [&] { return PartialRow(a, blockIdx.x / kCluster, share.first_column); };
     const auto staged_row = [&](const RingPlace& place, int j) {
         const char* const at = ring.place(place.stage);
-        const int elements = share.group * share.columns;
-        return StagedRow{x_part.in(at, walk.row(j), elements), dy_part.in(at, walk.row(j), elements)};
+        return StagedRow{x_part.in(at, share, walk.row(j)), dy_part.in(at, share, walk.row(j)), share.team_column};
     };
     RowStatistics row, row_before;
     Sums<Compute> posted, posted_before;
     RingPlace place, place_before;
-    bool active, active_before;  // the last step may have more groups than rows
+    bool active, active_before;  // a team may have no columns, the last step no row for a group
     // The first half of step j, then the second half of the step before it.
     for (int j = 0; j <= walk.count; ++j) {
         const Columns at = own.found_anew();
         if (j < walk.count) {
-            active = share.groups == 1 || first_row + j * walk.step < a.rows;
             row = statistics.of(a, first_row, walk.step, j);
-            ring.wait(place);
+            active = ring.wait(place) && first_row + j * walk.step < a.rows;
             Sums<Compute> partial = {Compute(0), Compute(0)};
             if (active) {
                 staged_row(place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy) {
@@ -116,9 +116,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
         }
         if (j > 0) {
             const RowCoefficients coefficients(exchange.collect(j - 1, posted_before), reciprocal_columns, row_before);
-            if (a.dx) {
+            if (a.dx && active_before) {
                 staged_row(place_before, j - 1).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy) {
-                    second_half(dx + at.at(k), active_before && at.holds(k), k, x, dy, w, row_before, coefficients);
+                    second_half(dx + at.at(k), at.holds(k), k, x, dy, w, row_before, coefficients);
                 });
             }
             dx += walk.step * a.dx_row_stride;

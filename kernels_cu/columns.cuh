@@ -27,6 +27,6 @@ struct Columns {
         if constexpr (kVector == 1 || kColumnsPerThread > 40) asm volatile("" : "+r"(copy.first));
         return copy;
     }
-    // A column that can be read in any case: work on it is wasted, but needs no branch.
-    __device__ int readable(int vector) const { return holds(vector) ? at(vector) : 0; }
+    // A column that can be read in any case, `other` where the thread has none: work on it is wasted, but needs no branch.
+    __device__ int readable(int vector, int other) const { return holds(vector) ? at(vector) : other; }
 };

@@ -26,10 +26,12 @@ template <> struct KeptVector<false> {
     Compute value;
     __device__ void load(const X* source, bool holds) {
         Vector packed;
-        Compute x[kVector];
-        packed.load(source);
-        packed.unpack(x);
-        value = holds ? x[0] : Compute(0);
+        Compute x[kVector] = {Compute(0)};
+        if (holds) {
+            packed.load(source);
+            packed.unpack(x);
+        }
+        value = x[0];
     }
     __device__ void unpack(Compute (&x)[kVector]) const { x[0] = value; }
 };
@@ -39,9 +41,6 @@ struct RowStatistics {
     Compute mean, rstd;
 };
 
-#ifndef LAB
-#define LAB 0
-#endif
 // Threads on a multiprocessor that leave each the registers that it needs: for w, b, x of two rows, and some.
 constexpr int kRegisters = kColumnsPerThread * (2 * int(sizeof(Compute)) + 2 * int(sizeof(X))) / 4 + 62;
 constexpr int kThreadsAtOnce = kVector == 1 ? kMaxThreads : kCluster > 8 ? 256 : LAB == 0 && kLayerNorm ? 256 : minimum(65536 / kRegisters / 128 * 128, 512);
@@ -141,10 +140,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     __shared__ BlockState state;
 
     const BlockShare share(a);
-    const RowWalk walk(a.rows, share.groups);
-    const RingPart<X> x_part = {a.x + share.first_column, a.x_row_stride, 0};
-    const int place_bytes = RingPart<X>::bytes(share.groups * a.slab_columns);
-    const Ring ring = {shared, &state, a.stages, place_bytes, share.columns, share.groups, a.rows};
+    const RowWalk walk(a.rows, share);
+    const RingPart<X> x_part(a, share, a.x, a.x_row_stride, 0);
+    const Ring ring(shared, state, share, a.stages, x_part.part_bytes, a.rows);
     const SumExchange<false> exchange(state, share, a.group_threads);
     barriers_start(share, ring, exchange);
 
@@ -155,10 +153,10 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     fill_columns(b, Compute(0));
     load_columns(w, a.w, a.w_code, own_column);
     load_columns(b, a.b, a.b_code, own_column);
-    if (threadIdx.x == 0) ring.fill_first(walk, x_part);
+    if (ring.is_first_of_team()) ring.fill_first(walk, x_part);
     barriers_ready();
 
-    const int64 first_row = walk.first + share.group;
+    const int64 first_row = walk.first + share.group - share.team_group;
     X* y = a.y + first_row * a.y_row_stride + share.first_column;
     const RowMoments moments(a, own, exchange);
     RingPlace place;
@@ -169,12 +167,12 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         const Columns at = own.found_anew();
         if (j < walk.count) {
             ring.wait(place);
-            const X* const x_row = x_part.in(ring.place(place.stage), walk.row(j), share.group * share.columns);
+            const X* const x_row = x_part.in(ring.place(place.stage), share, walk.row(j));
 #pragma unroll
-            for (int k = 0; k < kVectors; ++k) kept[k].load(x_row + at.readable(k), at.holds(k));
+            for (int k = 0; k < kVectors; ++k) kept[k].load(x_row + at.at(k), at.holds(k));
             posted = moments.of_warp(kept, at);
             exchange.post_warp(posted, j, share.thread);
-            ring.fill_again(place, walk, j, x_part);  // not before: the others wait for what the last warp posts
+            ring.fill_again(place, walk, j, x_part);
             place.advance(a.stages);
         }
         if (j > 0) {

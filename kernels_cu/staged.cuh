@@ -3,12 +3,14 @@
 // A row is split by columns over the CLUSTER blocks of a cluster, `slab_columns` each, COLUMNS_PER_THREAD a thread. Where
 // CLUSTER is 1, a block may hold several groups of `group_threads` threads (lanes of a warp, or several warps), each with a
 // row of its own; the rows of a block then lie one after the other in memory. A block keeps `stages` steps, of a row for
-// each group, in flight, by bulk copies into its ring. The last warp that is done with a step fills its place again.
+// each group, in flight, by bulk copies into its ring. Teams of neighbouring warps share a copy, which brings what they
+// read of a step: the last of them that is done with it asks for more. Smaller teams wait less for each other, but a
+// multiprocessor takes some 50 cycles for every copy.
 //
 // With VECTOR = 0 rows may start anywhere: the copy takes the 16-byte words that cover the rows, at most 15 bytes more
 // on either side, all in words that hold at least one byte of a row.
 //
-// Expects Compute and kVector.
+// Expects Compute, kVector and Columns.
 #pragma once
 
 #include "pipeline.cuh"
@@ -16,39 +18,62 @@
 
 // What leaves a thread the registers that it needs; on 12.0 no longer slab fits in shared memory.
 constexpr int kMaxThreads = kVector > 1 || sizeof(Compute) == 8 || __CUDA_ARCH__ >= 1200 ? 256 : 512;
+#ifndef TEAM
+#define TEAM 4
+#endif
+#ifndef LAB
+#define LAB 0
+#endif
 constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kCluster = CLUSTER;  // known when compiled: at N=65536 RMSNorm took 118 us so, 135 us as an argument
 constexpr bool kClustered = kCluster > 1;
 constexpr int kMaxStages = 8;
+constexpr int kTeamThreads = kWholeWarps ? minimum(TEAM * 32, kMaxThreads) : kMaxThreads;
+constexpr int kMaxTeams = kMaxThreads / kTeamThreads;
 constexpr int kSlots = 4;  // a warp that posts sum j knows that all others have read sum j − 4
 
-// A block's share of a row, and a thread's place in the block.
+// A block's share of a row, a thread's place in the block, and what the thread's team reads of a step.
 struct BlockShare {
     int groups, group, thread, rank, first_column, columns;
+    int team, team_warps;
+    int team_group, team_rows;      // the team's first group, and how many rows it has
+    int team_column, team_columns;  // the team's first column, from first_column on, and how many of a row it has
 
     template <class Arguments>
     __device__ explicit BlockShare(const Arguments& a)
         : groups(blockDim.x / a.group_threads), group(threadIdx.x / a.group_threads),
           thread(threadIdx.x % a.group_threads), rank(kClustered ? cluster_rank() : 0),
-          first_column(rank * a.slab_columns), columns(minimum(a.slab_columns, a.columns - first_column)) {}
+          first_column(rank * a.slab_columns), columns(minimum(a.slab_columns, a.columns - first_column)),
+          team(0) {
+        // Through a shuffle, the compiler knows that a warp's lanes agree, and computes addresses once for all of them.
+        if (kMaxTeams > 1) team = __shfl_sync(0xffffffffu, int(threadIdx.x) / kTeamThreads, 0);
+        const int threads = minimum(kTeamThreads, blockDim.x - team * kTeamThreads);
+        team_warps = threads / 32;
+        team_group = team * kTeamThreads / a.group_threads;
+        team_rows = a.group_threads < threads ? threads / a.group_threads : 1;
+        team_column = team_rows > 1 ? 0 : team * kTeamThreads % a.group_threads * kColumnsPerThread;
+        const int left = columns - team_column;
+        team_columns = team_rows > 1 ? columns : left < 0 ? 0 : minimum(left, threads * kColumnsPerThread);
+    }
 };
 
 struct BlockState {
-    Barrier full[kMaxStages];           // the rows of a step have arrived in their place
-    Barrier done[kMaxStages];           // all warps are done with them
-    Barrier summed[kMaxWarps][kSlots];  // every warp of a group, in every block of the cluster, has posted a row's sums
+    Barrier full[kMaxStages][kMaxTeams];  // what a team reads of a step has arrived in its place
+    Barrier done[kMaxStages][kMaxTeams];  // all its warps are done with it
+    Barrier summed[kMaxWarps][kSlots];    // every warp of a group, in every block of the cluster, has posted a row's sums
     Sums<Compute> sums[kMaxWarps][kSlots * kCluster];
 };
 
-// The steps of one block: `groups` consecutive rows from row(0) on, from row(1) on, …
+// The steps of one block: `groups` consecutive rows each. Rows are those of the team's first group.
 struct RowWalk {
     int64 first, step;
     int count;
 
-    __device__ RowWalk(int64 rows, int groups) {
-        first = int64(blockIdx.x / kCluster) * groups;
-        step = int64(gridDim.x / kCluster) * groups;
-        count = first < rows ? int((rows - first + step - 1) / step) : 0;
+    __device__ RowWalk(int64 rows, const BlockShare& share) {
+        const int64 block_first = int64(blockIdx.x / kCluster) * share.groups;
+        step = int64(gridDim.x / kCluster) * share.groups;
+        count = block_first < rows ? int((rows - block_first + step - 1) / step) : 0;
+        first = block_first + share.team_group;
     }
     __device__ int64 row(int j) const { return first + j * step; }
 };
@@ -65,14 +90,20 @@ struct RingPlace {
     }
 };
 
-// One array's part of every place in a ring: a block's columns of consecutive rows.
+// One array's part of every place in a ring, and where in it the thread's team has its own.
 template <class T> struct RingPart {
-    const T* source;  // the block's columns of row 0
+    const T* source;  // the team's columns of row 0
     int64 row_stride;
-    int offset;  // from a place's start
+    int offset;      // of the team's own, from a place's start
+    int part_bytes;  // of the whole block
 
-    __device__ static int bytes(int elements) {
-        return (elements * int(sizeof(T)) + (kVector > 1 ? 0 : 32) + 127) / 128 * 128;
+    template <class Arguments>
+    __device__ RingPart(const Arguments& a, const BlockShare& share, const T* base, int64 row_stride, int part_offset)
+        : source(base + share.first_column + share.team_column), row_stride(row_stride) {
+        const int bytes = share.groups * a.slab_columns * int(sizeof(T));
+        static_assert(kVector > 1 || kMaxTeams == 1, "there is room for the words that cover one team's rows");
+        part_bytes = (bytes + (kVector > 1 ? 0 : 32) + 127) / 128 * 128;
+        offset = part_offset + (share.team_group * a.slab_columns + share.team_column) * int(sizeof(T));
     }
     // From the start of the words that cover the rows to the first of them.
     __device__ int lead(int64 row) const {
@@ -87,45 +118,66 @@ template <class T> struct RingPart {
         const char* const start = reinterpret_cast<const char*>(source + row * row_stride) - lead(row);
         bulk_copy(shared_address(place + offset), start, copy_bytes(row, elements), full);
     }
-    // Where the rows from `row` on lie in a place, the first `elements` left out.
-    __device__ const T* in(const char* place, int64 row, int elements) const {
-        return reinterpret_cast<const T*>(place + offset + lead(row)) + elements;
+    // Where the thread's group has its row in a place, as if it began at the block's first column.
+    __device__ const T* in(const char* place, const BlockShare& share, int64 team_row) const {
+        const int elements = (share.group - share.team_group) * share.columns - share.team_column;
+        return reinterpret_cast<const T*>(place + offset + lead(team_row)) + elements;
     }
 };
 
+// The ring, as one team has to do with it: rows are those of its first group.
 struct Ring {
     char* base;
-    BlockState* state;
-    int stages, stage_bytes, columns, groups;
+    Barrier *full, *done;  // the team's own: those of all teams lie before those of the next stage
+    int stages, stage_bytes, team_warps, team_rows, team_columns;
     int64 rows;
 
+    __device__ Ring(char* base, BlockState& state, const BlockShare& share, int stages, int stage_bytes, int64 rows)
+        : base(base), full(&state.full[0][share.team]), done(&state.done[0][share.team]), stages(stages),
+          stage_bytes(stage_bytes), team_warps(share.team_warps), team_rows(share.team_rows),
+          team_columns(share.team_columns), rows(rows) {}
+
+    // One thread of each team makes its barriers and fills its places first.
+    __device__ static bool is_first_of_team() { return threadIdx.x % kTeamThreads == 0; }
     __device__ void init() const {
         for (int stage = 0; stage < stages; ++stage) {
-            state->full[stage].init(1);
-            state->done[stage].init(blockDim.x / 32);
+            full[stage * kMaxTeams].init(1);
+            done[stage * kMaxTeams].init(team_warps);
         }
     }
     __device__ char* place(int stage) const { return base + stage * stage_bytes; }
 
-    template <class... Part> __device__ void fill(int stage, int64 row, const Part&... parts) const {
-        const int elements = (rows - row < groups ? int(rows - row) : groups) * columns;
-        state->full[stage].arrive_expecting((parts.copy_bytes(row, elements) + ...));
-        (parts.copy(place(stage), row, elements, state->full[stage]), ...);
+    // What the team reads of a step; 0 where it has no columns.
+    __device__ int elements(int64 row) const {
+        return (rows - row < team_rows ? int(rows - row) : team_rows) * team_columns;
     }
-    // By one thread, when `init` has been seen by the copy engine.
+
+    template <class... Part> __device__ void fill(int stage, int64 row, const Part&... parts) const {
+        const int count = elements(row);
+        Barrier& barrier = full[stage * kMaxTeams];
+        barrier.arrive_expecting((parts.copy_bytes(row, count) + ...));
+        (parts.copy(place(stage), row, count, barrier), ...);
+    }
     template <class... Part> __device__ void fill_first(const RowWalk& walk, const Part&... parts) const {
+        if (team_columns == 0) return;
         for (int j = 0; j < minimum(stages, walk.count); ++j) fill(j, walk.row(j), parts...);
     }
-    // By every thread of a warp that is done with step j, at `place`. The last of the warps fills it.
+    // By every thread of a warp that is done with step j, at `place`.
     template <class... Part>
     __device__ void fill_again(const RingPlace& place, const RowWalk& walk, int j, const Part&... parts) const {
         __syncwarp();
-        if (threadIdx.x % 32 == 0 && j + stages < walk.count && state->done[place.stage].arrive_last()) {
-            state->done[place.stage].wait(place.parity);  // over at once: for the order that waiting brings
+        Barrier& barrier = done[place.stage * kMaxTeams];
+        if (threadIdx.x % 32 == 0 && j + stages < walk.count && team_columns && barrier.arrive_last()) {
+            barrier.wait(place.parity);  // over at once: for the order that waiting brings
             fill(place.stage, walk.row(j + stages), parts...);
         }
     }
-    __device__ void wait(const RingPlace& place) const { state->full[place.stage].wait(place.parity); }
+    // Whether there is anything to wait for.
+    __device__ bool wait(const RingPlace& place) const {
+        if (kMaxTeams > 1 && team_columns == 0) return false;
+        full[place.stage * kMaxTeams].wait(place.parity);
+        return true;
+    }
 };
 
 // A group's exchange of row sums, kBoth of a pair or the first alone. Sum j uses slot j % kSlots.
@@ -146,10 +198,7 @@ template <bool kBoth> struct SumExchange {
 
     // Over the lanes of the warp that belong to the group.
     __device__ void sum_in_warp(Sums<Compute>& sums) const {
-        #ifndef LAB
-#define LAB 0
-#endif
-        if ((LAB != 1 && kWholeWarps && kColumnsPerThread <= 40) || lanes == 32) sum_over_lanes<kBoth, 32>(sums);
+                if ((LAB != 1 && kWholeWarps && kColumnsPerThread <= 40) || lanes == 32) sum_over_lanes<kBoth, 32>(sums);
         else sum_over_lanes<kBoth>(sums, lanes);
     }
 
@@ -194,8 +243,8 @@ template <bool kBoth> struct SumExchange {
 template <bool kBoth>
 __device__ void barriers_start(const BlockShare& share, const Ring& ring, const SumExchange<kBoth>& exchange) {
     if (share.thread == 0) exchange.init();
-    if (threadIdx.x == 0) ring.init();
-    if (share.thread == 0) fence_barrier_init();
+    if (ring.is_first_of_team()) ring.init();
+    if (share.thread == 0 || ring.is_first_of_team()) fence_barrier_init();
     if constexpr (kClustered) cluster_arrive();
 }
 __device__ inline void barriers_ready() {

@@ -22,6 +22,7 @@ CLUSTERS = (1, 2, 4, 8, 16)
 # in the end wait for the others. RMSNorm, 1 GB, main kernel: N=4096 247 us with 96 KB, 255 with 128 KB; N=65536, where
 # blocks wait for each other across multiprocessors, 255 us with 96 KB, 244 with 128 KB, 247 with 160 KB.
 STAGED_LEAST_STAGES = 3
+STAGED_MOST_TEAMS = 2  # kMaxTeams
 STAGED_MOST_STAGES = 8  # kMaxStages of backward_staged.cu
 STAGED_RING_BYTES = 96 << 10
 STAGED_LARGE_CLUSTER_RING_BYTES = 128 << 10
@@ -39,6 +40,9 @@ FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 FORWARD_STAGED_BLOCKS = 2  # on a multiprocessor, of threads that hold 4096 columns or so, where rows leave the choice
 FORWARD_WARPS = 4
 LAB = 0
+TEAM = 4
+FWD = None
+FWD_LN = None
 FORWARD_LN_DIRECT = False
 SPLIT_THREADS = 256
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
@@ -154,7 +158,7 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
     if device.has_clusters and (staged := _staged(problem, vector > 1, definitions, device)):
         return staged
     if problem.columns <= WARP * per_thread:
-        return _direct(problem, definitions, SMALL_BLOCK, _lanes(problem.columns, per_thread, vector > 1))
+        return _direct(problem, definitions, SMALL_BLOCK, _lanes(problem.columns, per_thread))
     threads = _whole_warps(_divide_up(problem.columns, per_thread))
     fits = outer_bytes * threads + STATIC_SHARED_BYTES <= device.shared_bytes
     if fits and threads <= DIRECT_MAX_THREADS[vector > 1][-1]:
@@ -208,7 +212,7 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
     """
     name, dy_name = problem.x_dtype.name, _name(problem.dy_dtype)
     width = vector_width(name, dy_name) if vector else 1
-    contiguous = problem.x_row_stride == problem.dy_row_stride == problem.columns  # what a copy of several rows needs
+    contiguous = problem.x_row_stride == problem.dy_row_stride == problem.columns
     small = problem.columns <= WARP * columns_per_thread(name)
     if small and not contiguous:
         return None
@@ -224,7 +228,7 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         groups = max(1, block_threads // group) if cluster == 1 and contiguous else 1
         threads = groups * group
         outer_bytes = _column_sums_bytes(problem, per_thread) * threads
-        step_bytes = sum(_part_bytes(groups * slab, part, vector) for part in (name, dy_name))
+        step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
         ring_bytes = STAGED_RING_BYTES if cluster < 8 else STAGED_LARGE_CLUSTER_RING_BYTES
         many = per_thread == STAGED_MANY_COLUMNS_PER_THREAD
         free_bytes = device.shared_bytes - (REDUCTION_SHARED_BYTES if device.overlaps_launches and not many else 0)
@@ -264,7 +268,7 @@ def _staged_threads(
 ) -> tuple[int, int]:
     """Columns a thread, and threads that share a row: the fewest warps that hold the block's columns of it."""
     if small:
-        return columns_per_thread(x), _lanes(slab, columns_per_thread(x), vector)
+        return columns_per_thread(x), _lanes(slab, columns_per_thread(x))
     choice = _staged_choice(x, dy, vector, cluster, device)
     few = [per_thread for per_thread in choice if per_thread != STAGED_MANY_COLUMNS_PER_THREAD]
     if len(choice) > 1:
@@ -280,13 +284,13 @@ def _blocks_to_try(most: int) -> tuple[int, ...]:
 
 
 def _staged_static_bytes(x_name: str, max_threads: int, cluster: int) -> int:
-    """What a block takes beside its dynamic shared memory: the system's kilobyte, BlockState, a number a warp."""
-    return 1024 + 128 + max_threads // WARP * (32 + 9 * cluster * compute_itemsize(x_name))
+    """What a block takes beside its dynamic shared memory: the system's kilobyte and BlockState."""
+    return 1024 + 16 * STAGED_MOST_STAGES * STAGED_MOST_TEAMS + max_threads // WARP * (32 + 8 * cluster * compute_itemsize(x_name))
 
 
-def _lanes(columns: int, per_thread: int, vector: bool) -> int:
-    """Neighbouring threads of a warp that share a row; single columns are spread over as many as there are."""
-    return _power_of_two_at_least(_divide_up(columns, per_thread if vector else 1), WARP)
+def _lanes(columns: int, per_thread: int) -> int:
+    """Neighbouring threads of a warp that share a row."""
+    return _power_of_two_at_least(_divide_up(columns, per_thread), WARP)
 
 
 def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: int) -> int:
@@ -350,7 +354,7 @@ def forward_config(problem: NormProblem, aligned: bool, device: Device) -> Forwa
     per_thread = columns_per_thread(x)
     definitions = (*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}")
     if problem.columns <= WARP * per_thread:
-        lanes = _lanes(problem.columns, per_thread, vector > 1)
+        lanes = _lanes(problem.columns, per_thread)
         return ForwardConfig("forward.cu", "forward_direct", definitions, SMALL_BLOCK, lanes)
     threads = _whole_warps(_divide_up(problem.columns, per_thread))
     max_threads = forward_max_threads(vector > 1)
@@ -383,12 +387,16 @@ def _forward_staged(
         if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
             continue
         per_thread, group = _staged_threads(name, name, slab, small, vector > 1, cluster, device)
+        fwd = FWD_LN if problem.norm == "layernorm" else FWD
+        if fwd and not small and vector > 1 and ITEMSIZE[name] == 2:
+            fits = [(w * WARP, e) for w, e in product((1, 2, 4, 8), fwd) if slab <= w * WARP * e]
+            group, per_thread = fits[0] if fits else (1 << 20, 64)
         if group > max_threads:
             continue
         block_threads = 8 * WARP if per_thread == columns_per_thread(name) else FORWARD_WARPS * WARP
         groups = max(1, block_threads // group) if cluster == 1 and contiguous else 1
         threads = groups * group
-        step_bytes = _part_bytes(groups * slab, name, vector > 1)
+        step_bytes = _part_bytes(name, vector > 1, groups * slab)
         static_bytes = _staged_static_bytes(name, max_threads, cluster)
         for blocks in _blocks_to_try(FORWARD_STAGED_BLOCKS * block_threads // threads):
             stages = min((device.shared_bytes // blocks - static_bytes) // step_bytes, STAGED_MOST_STAGES)
@@ -409,8 +417,8 @@ def _forward_staged(
     return None
 
 
-def _part_bytes(elements: int, name: str, vector: bool) -> int:
-    """RingPart::bytes of staged.cuh."""
+def _part_bytes(name: str, vector: bool, elements: int) -> int:
+    """RingPart::part_bytes of staged.cuh."""
     return _divide_up(elements * ITEMSIZE[name] + (0 if vector else 32), 128) * 128
 
 
@@ -492,6 +500,7 @@ def _backward_definitions(
         f"-DDY_TYPE={dy}",
         f"-DWANT_DB={int(want_db)}",
         f"-DVECTOR={int(vector)}",
+        f"-DTEAM={TEAM}",
         *reserved,
         _argument_bytes(BACKWARD_ARGUMENTS),
     )
@@ -504,6 +513,7 @@ def _forward_definitions(norm: str, x: str, vector: bool, reserved: tuple[str, .
         f"-DVECTOR={int(vector)}",
         *reserved,
         f"-DLAB={LAB}",
+        f"-DTEAM={TEAM}",
         _argument_bytes(FORWARD_ARGUMENTS),
     )
 
