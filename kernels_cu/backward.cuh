@@ -36,9 +36,6 @@ static_assert(kVectors * kVector == kColumnsPerThread, "the vectors cover a thre
 
 #include "columns.cuh"
 
-// With more columns than these a thread's registers and a block's shared memory are scarce.
-constexpr bool kManyColumns = kColumnsPerThread * int(sizeof(Compute)) > 160;
-
 // A thread adds this many rows into registers before it adds the registers into the second level: two levels keep the
 // error of long float32 sums at that of short ones. Relative to the sum, n terms cost about 2.5e-8·sqrt(n/2).
 constexpr int kRowsPerFlush = kManyColumns ? 64 : 16;

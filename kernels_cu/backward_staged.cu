@@ -11,7 +11,6 @@
 // rows, over these in turn, over the block's groups.
 #include "backward.cuh"
 #include "overlap.cuh"
-
 #include "staged.cuh"
 
 // The statistics of a group's rows, as many steps ahead as the group has lanes in a warp: lane i loads those of the
@@ -57,10 +56,10 @@ struct StagedRow {
     }
 };
 
-// Blocks that a multiprocessor holds, of the most threads.
-constexpr int kBlocks = kVector > 1 && !kWholeWarps ? 2 : 1;
+// Threads on a multiprocessor that leave each the registers that it needs.
+constexpr int kThreadsAtOnce = kVector > 1 && !kWholeWarps ? 512 : kColumnsPerThread == 24 ? 384 : kMaxThreads;
 
-extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kMaxThreads, kBlocks)
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
     backward_staged(const BackwardArguments a) {
     extern __shared__ __align__(128) char shared[];
     __shared__ BlockState state;
@@ -80,7 +79,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
     // w before the rows, so that it does not wait behind them: at 25 MB it then came 5 us later.
     const int64 first_row = walk.first + share.group - share.team_group;
     StatisticsAhead statistics;
-    statistics.lanes = minimum(a.group_threads, 32);
+    statistics.lanes = kManyColumns ? 1 : minimum(a.group_threads, 32);
     statistics.load_next(a, first_row, walk.step, 0);
     const Columns own(share.thread, a.group_threads, share.columns);
     Weights w;
@@ -88,7 +87,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
     if (ring.is_first_of_team()) ring.fill_first(walk, x_part, dy_part);
     barriers_ready();
 
-    X* dx = a.dx + first_row * a.dx_row_stride + share.first_column;
+    X* dx = a.dx + first_row * a.dx_row_stride + share.first_column + own.first;
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
     ColumnSums column_sums(shared, threadIdx.x, blockDim.x);
     const auto partial_row = [&] { return PartialRow(a, blockIdx.x / kCluster, share.first_column); };
@@ -96,6 +95,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
         const char* const at = ring.place(place.stage);
         return StagedRow{x_part.in(at, share, walk.row(j)), dy_part.in(at, share, walk.row(j)), share.team_column};
     };
+    const int own_count = walk.count - (first_row + (walk.count - 1) * walk.step >= a.rows);
     RowStatistics row, row_before;
     Sums<Compute> posted, posted_before;
     RingPlace place, place_before;
@@ -105,7 +105,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
         const Columns at = own.found_anew();
         if (j < walk.count) {
             row = statistics.of(a, first_row, walk.step, j);
-            active = ring.wait(place) && first_row + j * walk.step < a.rows;
+            active = ring.wait(place) && j < own_count;
             Sums<Compute> partial = {Compute(0), Compute(0)};
             if (active) {
                 staged_row(place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy) {
@@ -118,7 +118,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kM
             const RowCoefficients coefficients(exchange.collect(j - 1, posted_before), reciprocal_columns, row_before);
             if (a.dx && active_before) {
                 staged_row(place_before, j - 1).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy) {
-                    second_half(dx + at.at(k), at.holds(k), k, x, dy, w, row_before, coefficients);
+                    second_half(dx + k * own.step(), at.holds(k), k, x, dy, w, row_before, coefficients);
                 });
             }
             dx += walk.step * a.dx_row_stride;

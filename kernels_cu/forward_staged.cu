@@ -42,8 +42,8 @@ struct RowStatistics {
 };
 
 // Threads on a multiprocessor that leave each the registers that it needs: for w, b, x of two rows, and some.
-constexpr int kRegisters = kColumnsPerThread * (2 * int(sizeof(Compute)) + 2 * int(sizeof(X))) / 4 + 62;
-constexpr int kThreadsAtOnce = kVector == 1 ? kMaxThreads : kCluster > 8 ? 256 : LAB == 0 && kLayerNorm ? 256 : minimum(65536 / kRegisters / 128 * 128, 512);
+constexpr int kRegisters = kColumnsPerThread * (2 * int(sizeof(Compute)) + 2 * int(sizeof(X))) / 4 + (kLayerNorm ? 78 : 62);
+constexpr int kThreadsAtOnce = kVector == 1 ? kMaxThreads : kRegisters <= 128 ? 512 : kRegisters <= 170 ? 384 : 256;
 
 // From a row's columns to its statistics. What warps post is, of their columns, the squares of the distances from their
 // mean, and that mean (RMSNorm: from 0, and 0).
@@ -157,7 +157,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     barriers_ready();
 
     const int64 first_row = walk.first + share.group - share.team_group;
-    X* y = a.y + first_row * a.y_row_stride + share.first_column;
+    X* y = a.y + first_row * a.y_row_stride + share.first_column + own.first;
     const RowMoments moments(a, own, exchange);
     RingPlace place;
     Kept kept[kVectors], kept_before[kVectors];
@@ -190,7 +190,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                 }
                 Vector packed;
                 packed.pack(x);
-                if (active && at.holds(k)) packed.store_streaming(y + at.at(k));
+                if (active && at.holds(k)) packed.store_streaming(y + k * own.step());
             }
             y += walk.step * a.y_row_stride;
             if (active && share.thread == 0 && share.rank == 0) {

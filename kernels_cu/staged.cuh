@@ -18,17 +18,13 @@
 
 // What leaves a thread the registers that it needs; on 12.0 no longer slab fits in shared memory.
 constexpr int kMaxThreads = kVector > 1 || sizeof(Compute) == 8 || __CUDA_ARCH__ >= 1200 ? 256 : 512;
-#ifndef TEAM
-#define TEAM 4
-#endif
-#ifndef LAB
-#define LAB 0
-#endif
 constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kCluster = CLUSTER;  // known when compiled: at N=65536 RMSNorm took 118 us so, 135 us as an argument
 constexpr bool kClustered = kCluster > 1;
 constexpr int kMaxStages = 8;
-constexpr int kTeamThreads = kWholeWarps ? minimum(TEAM * 32, kMaxThreads) : kMaxThreads;
+// Of a team: four warps where their columns make a copy of 16 KB of x and dy in 16 bits; in the largest clusters, where
+// the blocks wait for each other, all. Of two teams in place of one, RMSNorm at N=7168 gained 2.5%, LayerNorm at 131072 lost 3%.
+constexpr int kTeamThreads = kWholeWarps && kColumnsPerThread * sizeof(Compute) >= 128 && kCluster < 16 ? 128 : kMaxThreads;
 constexpr int kMaxTeams = kMaxThreads / kTeamThreads;
 constexpr int kSlots = 4;  // a warp that posts sum j knows that all others have read sum j − 4
 
@@ -58,9 +54,9 @@ struct BlockShare {
 };
 
 struct BlockState {
-    Barrier full[kMaxStages][kMaxTeams];  // what a team reads of a step has arrived in its place
-    Barrier done[kMaxStages][kMaxTeams];  // all its warps are done with it
-    Barrier summed[kMaxWarps][kSlots];    // every warp of a group, in every block of the cluster, has posted a row's sums
+    Barrier::State full[kMaxStages][kMaxTeams];  // what a team reads of a step has arrived in its place
+    Barrier::State done[kMaxStages][kMaxTeams];  // all its warps are done with it
+    Barrier::State summed[kMaxWarps][kSlots];  // all warps of a group, in all blocks of the cluster, have posted a row's sums
     Sums<Compute> sums[kMaxWarps][kSlots * kCluster];
 };
 
@@ -114,9 +110,9 @@ template <class T> struct RingPart {
     __device__ int copy_bytes(int64 row, int elements) const {
         return (lead(row) + elements * int(sizeof(T)) + 15) / 16 * 16;
     }
-    __device__ void copy(char* place, int64 row, int elements, const Barrier& full) const {
+    __device__ void copy(SharedAddress place, int64 row, int elements, Barrier full) const {
         const char* const start = reinterpret_cast<const char*>(source + row * row_stride) - lead(row);
-        bulk_copy(shared_address(place + offset), start, copy_bytes(row, elements), full);
+        bulk_copy(place + offset, start, copy_bytes(row, elements), full);
     }
     // Where the thread's group has its row in a place, as if it began at the block's first column.
     __device__ const T* in(const char* place, const BlockShare& share, int64 team_row) const {
@@ -128,14 +124,17 @@ template <class T> struct RingPart {
 // The ring, as one team has to do with it: rows are those of its first group.
 struct Ring {
     char* base;
-    Barrier *full, *done;  // the team's own: those of all teams lie before those of the next stage
+    SharedAddress base_address;
+    Barrier full, done;  // the team's own: those of all teams lie before those of the next stage
     int stages, stage_bytes, team_warps, team_rows, team_columns;
     int64 rows;
 
     __device__ Ring(char* base, BlockState& state, const BlockShare& share, int stages, int stage_bytes, int64 rows)
-        : base(base), full(&state.full[0][share.team]), done(&state.done[0][share.team]), stages(stages),
-          stage_bytes(stage_bytes), team_warps(share.team_warps), team_rows(share.team_rows),
-          team_columns(share.team_columns), rows(rows) {}
+        : base(base), base_address(shared_address(base)), full{shared_address(&state.full[0][share.team])},
+          done{shared_address(&state.done[0][share.team])}, stages(stages), stage_bytes(stage_bytes),
+          team_warps(share.team_warps), team_rows(share.team_rows), team_columns(share.team_columns), rows(rows) {
+        asm volatile("" : "+r"(base_address), "+r"(full.address), "+r"(done.address));  // found here, once
+    }
 
     // One thread of each team makes its barriers and fills its places first.
     __device__ static bool is_first_of_team() { return threadIdx.x % kTeamThreads == 0; }
@@ -154,9 +153,9 @@ struct Ring {
 
     template <class... Part> __device__ void fill(int stage, int64 row, const Part&... parts) const {
         const int count = elements(row);
-        Barrier& barrier = full[stage * kMaxTeams];
+        const Barrier barrier = full[stage * kMaxTeams];
         barrier.arrive_expecting((parts.copy_bytes(row, count) + ...));
-        (parts.copy(place(stage), row, count, barrier), ...);
+        (parts.copy(base_address + stage * stage_bytes, row, count, barrier), ...);
     }
     template <class... Part> __device__ void fill_first(const RowWalk& walk, const Part&... parts) const {
         if (team_columns == 0) return;
@@ -166,9 +165,8 @@ struct Ring {
     template <class... Part>
     __device__ void fill_again(const RingPlace& place, const RowWalk& walk, int j, const Part&... parts) const {
         __syncwarp();
-        Barrier& barrier = done[place.stage * kMaxTeams];
-        if (threadIdx.x % 32 == 0 && j + stages < walk.count && team_columns && barrier.arrive_last()) {
-            barrier.wait(place.parity);  // over at once: for the order that waiting brings
+        const bool more = j + stages < walk.count && team_columns;
+        if (threadIdx.x % 32 == 0 && more && done[place.stage * kMaxTeams].arrive_last()) {
             fill(place.stage, walk.row(j + stages), parts...);
         }
     }
@@ -182,14 +180,16 @@ struct Ring {
 
 // A group's exchange of row sums, kBoth of a pair or the first alone. Sum j uses slot j % kSlots.
 template <bool kBoth> struct SumExchange {
-    Barrier* summed;
+    Barrier summed;
     Sums<Compute>* slots;
     int lanes, warps, entries, rank;  // of this group: lanes in a warp, warps in this block, entries of a slot
 
     __device__ SumExchange(BlockState& state, const BlockShare& share, int group_threads)
-        : summed(state.summed[share.group * group_threads / 32]), slots(state.sums[share.group * group_threads / 32]),
-          lanes(minimum(group_threads, 32)), warps((group_threads + 31) / 32), entries(warps * kCluster),
-          rank(share.rank) {}
+        : summed{shared_address(state.summed[share.group * group_threads / 32])},
+          slots(state.sums[share.group * group_threads / 32]), lanes(minimum(group_threads, 32)),
+          warps((group_threads + 31) / 32), entries(warps * kCluster), rank(share.rank) {
+        asm volatile("" : "+r"(summed.address));
+    }
 
     __device__ void init() const {
         if (entries == 1) return;
@@ -198,7 +198,8 @@ template <bool kBoth> struct SumExchange {
 
     // Over the lanes of the warp that belong to the group.
     __device__ void sum_in_warp(Sums<Compute>& sums) const {
-                if ((LAB != 1 && kWholeWarps && kColumnsPerThread <= 40) || lanes == 32) sum_over_lanes<kBoth, 32>(sums);
+                // With many columns the branch stays: over it, the compiler does not keep them unpacked.
+        if ((kWholeWarps && !kManyColumns) || lanes == 32) sum_over_lanes<kBoth, 32>(sums);
         else sum_over_lanes<kBoth>(sums, lanes);
     }
 
@@ -218,7 +219,7 @@ template <bool kBoth> struct SumExchange {
             if (thread == 0) summed[slot].arrive_expecting(entries * int(sizeof(Sums<Compute>)));
             if (lane < kCluster) {
                 store_remote(address_in_block(shared_address(entry), lane),
-                             address_in_block(summed[slot].address(), lane), sums.first, sums.second);
+                             address_in_block(summed[slot].address, lane), sums.first, sums.second);
             }
         } else if (lane == 0) {
             *entry = sums;

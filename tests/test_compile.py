@@ -21,8 +21,14 @@ pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
 
 COMPUTE_CAPABILITIES = [(7, 5), (8, 0), (9, 0), (10, 0), (12, 0)]
 
-# (file, kernel, definitions that must all be there): why local memory is all right.
-ALLOWED_LOCAL_MEMORY: dict[tuple[str, str, tuple[str, ...]], str] = {}
+# (file, kernel, definitions that must all be there): bytes that may be spilled, and why that is all right.
+ALLOWED_SPILLS: dict[tuple[str, str, tuple[str, ...]], tuple[int, str]] = {
+    ("backward_staged.cu", "backward_staged", ("-DWANT_DB=1", "-DCOLUMNS_PER_THREAD=64", "-DCLUSTER=16")): (
+        64,
+        "w, dw and db of 64 columns leave 63 registers; what is spilled is set before the first row and read once a "
+        "row. LayerNorm, 636x262144, bfloat16, on an H200: 331 us; 575 us in two sweeps, which spill nothing.",
+    ),
+}
 
 REPORT = re.compile(
     r"Function properties for (\w+)\s+ptxas\s+[.:]\s+(\d+) bytes stack frame, "
@@ -52,16 +58,20 @@ def compile_variant(capability: tuple[int, int], variant: Variant) -> list[str]:
     for kernel in variant.kernels:
         if kernel not in report:
             problems.append(f"{name}: the resource report does not mention {kernel}")
-        elif any(int(number) for number in report[kernel].groups()[1:]) and not is_allowed(variant, kernel):
+        elif max(map(int, report[kernel].groups()[1:])) > allowed_spills(variant, kernel):
             stack, stores, loads = report[kernel].groups()[1:]
             problems.append(f"{name}: {kernel} uses {stack} bytes of stack, spills {stores} and reloads {loads}")
     return problems
 
 
-def is_allowed(variant: Variant, kernel: str) -> bool:
-    return any(
-        (variant.file, kernel) == (file, allowed) and set(definitions) <= set(variant.definitions)
-        for file, allowed, definitions in ALLOWED_LOCAL_MEMORY
+def allowed_spills(variant: Variant, kernel: str) -> int:
+    return max(
+        (
+            most
+            for (file, allowed, definitions), (most, _) in ALLOWED_SPILLS.items()
+            if (variant.file, kernel) == (file, allowed) and set(definitions) <= set(variant.definitions)
+        ),
+        default=0,
     )
 
 

@@ -121,7 +121,7 @@ def test_rows_that_fit_on_chip_are_read_once():
     def route(columns, x, device, aligned=True):
         return config.backward_config(backward(columns, x, x), aligned, device).route
 
-    assert {route(n, "bfloat16", hopper) for n in (1024, 8192, 65536, 131072)} == {"staged"}
+    assert {route(n, "bfloat16", hopper) for n in (1024, 8192, 65536, 131072, 262144)} == {"staged"}
     assert {route(n, "bfloat16", hopper, aligned=False) for n in (1001, 8191, 65535, 131071)} == {"staged"}
     assert {route(n, "float32", hopper) for n in (1024, 8192, 65536)} == {"staged"}
     assert route(262144, "float64", hopper) == "split"

@@ -86,6 +86,44 @@ def test_a_row_has_the_same_dx_in_any_company(xp: Any, case: Case) -> None:
         assert same_bits(part, together[few]), f"rows {few}"
 
 
+def short_row_cases(backend: str) -> list[Case]:
+    """Rows that share a warp on the GPU: there the route depends on whether they lie one after the other."""
+    return [
+        Case(norm, 1000, columns, x, "float32", x, seed=columns)
+        for columns, norm, x in itertools.product((8, 96, 384, 512), NORMS, DTYPES)
+    ]
+
+
+@pytest.mark.parametrize(("xp", "case"), on_both(short_row_cases), indirect=["xp"])
+def test_a_short_row_has_the_same_bits_with_gaps_between_rows(xp: Any, case: Case) -> None:
+    """dx and y; the gap keeps rows at multiples of 16 bytes."""
+    tensors = make_case(xp, case)
+    x, dy = (
+        xp.zeros((case.rows, case.columns + 8), array.dtype)[:, : case.columns] for array in (tensors.x, tensors.dy)
+    )
+    x[...], dy[...] = tensors.x, tensors.dy
+    apart = replace(tensors, x=x, dy=dy)
+    assert same_bits(backward(case.norm, apart, has_bias=True)[0], backward(case.norm, tensors, has_bias=True)[0])
+    for one, other in zip(forward(case.norm, apart), forward(case.norm, tensors), strict=True):
+        assert same_bits(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+@pytest.mark.parametrize("columns", [96, 1001, 4096, 262144])
+def test_few_rows_give_the_sums_whoever_adds_them_up(columns: int, rows: int) -> None:
+    """A single block writes dw and db itself; where they start off 16 bytes, a second kernel does."""
+    cupy = pytest.importorskip("cupy")
+    tensors = make_tensors(cupy, "layernorm", (rows, columns), "float32")
+    _, dw, db = backward("layernorm", tensors, has_bias=True)
+    memory = cupy.zeros((2, columns + 5), cupy.float32)
+    odd = (None, memory[0, 1 : columns + 1], memory[1, 1 : columns + 1])
+    backward("layernorm", tensors, has_bias=True, out=odd, output_mask=(False, True, True))
+    assert same_bits(odd[1], dw)
+    assert same_bits(odd[2], db)
+    assert not memory[:, columns + 1 :].any()
+
+
 # What is spoilt, and which results it may reach: (rows of dx, columns of dw, columns of db), "own" or "all" or None.
 REACH = {
     "x": ("own", "own", None),

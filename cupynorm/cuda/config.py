@@ -6,7 +6,8 @@ its layout alone, never on how many rows come with it: so a row's dx and y have 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -31,19 +32,18 @@ STAGED_BLOCKS = 2  # on a multiprocessor, of threads that hold 4096 columns or s
 # the lanes of 1, 2, 4 or 8 warps.
 STAGED_COLUMNS_PER_THREAD = {"float32": (24, 32, 40), "float64": (16,)}
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
-# Of 16-bit types, where the largest cluster has no room for the row otherwise. Level two of dw and db then lies in memory,
-# and of w, beside both, three vectors a thread in shared memory (backward.cuh: kManyColumns).
+# Of 16-bit types, where the largest cluster has no room for the row otherwise (1 GB, N=262144: RMSNorm 555 us in two
+# sweeps, 263 so). Level two of dw and db then lies in memory, and of w, beside both, three vectors a thread in shared
+# memory (backward.cuh: kManyColumns). For its many bytes the final reduction is launched late.
 STAGED_MANY_COLUMNS_PER_THREAD = 64
 STAGED_SHARED_W_BYTES = 3 * 8 * 4
+# With 40 columns a thread a longer part of a row goes to a cluster of twice as many blocks.
+STAGED_MOST_COLUMNS = {40: 8192}
 FORWARD_STAGED_LEAST_STAGES = 2
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
-FORWARD_STAGED_BLOCKS = 2  # on a multiprocessor, of threads that hold 4096 columns or so, where rows leave the choice
-FORWARD_WARPS = 4
-LAB = 0
-TEAM = 4
-FWD = None
-FWD_LN = None
-FORWARD_LN_DIRECT = False
+# Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more:
+# at N=65536 and 1 GB 210 us with 32, 182 with 64. RMSNorm there takes 174 with 32 and 178 with 64.
+FORWARD_COLUMNS_PER_THREAD = {"rmsnorm": (24, 32, 40), "layernorm": (24, 32, 40, 48, 64)}
 SPLIT_THREADS = 256
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
@@ -220,10 +220,12 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         slab = _divide_up(_divide_up(problem.columns, cluster), width) * width
         if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
             continue
-        per_thread, group = _staged_threads(name, dy_name, slab, small, vector, cluster, device)
         max_threads = staged_max_threads(name, vector, device)
-        if group > max_threads:
+        choice = _staged_choice(name, dy_name, vector, cluster, device)
+        held = _staged_threads(name, slab, small, choice, max_threads)
+        if held is None or slab > STAGED_MOST_COLUMNS.get(held[0], slab):
             continue
+        per_thread, group = held
         block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
         groups = max(1, block_threads // group) if cluster == 1 and contiguous else 1
         threads = groups * group
@@ -252,30 +254,50 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
     return None
 
 
-def _staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) -> tuple[int, ...]:
+Choice = tuple[tuple[int, ...], ...]  # columns a thread, those to be preferred first
+
+
+def _staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) -> Choice:
     """Columns a thread to choose from; rare combinations, of which there are many, have no choice."""
     if not vector:
-        return (columns_per_thread(x),)
-    if x == dy and ITEMSIZE[x] == 2 and cluster == 16:
-        return (*STAGED_USUAL_COLUMNS_PER_THREAD["float32"], STAGED_MANY_COLUMNS_PER_THREAD)
+        return ((columns_per_thread(x),),)
     usual = x != dy or cluster > 4 or not device.has_large_shared_memory
     choices = STAGED_USUAL_COLUMNS_PER_THREAD if usual else STAGED_COLUMNS_PER_THREAD
-    return choices["float64" if x == "float64" else "float32"]
+    choice = choices["float64" if x == "float64" else "float32"]
+    many = x == dy and ITEMSIZE[x] == 2 and cluster == 16
+    return (choice, (STAGED_MANY_COLUMNS_PER_THREAD,)) if many else (choice,)
 
 
-def _staged_threads(
-    x: str, dy: str, slab: int, small: bool, vector: bool, cluster: int, device: Device
-) -> tuple[int, int]:
-    """Columns a thread, and threads that share a row: the fewest warps that hold the block's columns of it."""
+def _forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Device) -> Choice:
+    """The same for the forward pass."""
+    if not vector or ITEMSIZE[x] != 2 or not device.has_large_shared_memory:
+        return _staged_choice(x, x, vector, cluster, device)
+    many = (STAGED_MANY_COLUMNS_PER_THREAD,)
+    if cluster == 16:
+        return (many,)
+    return (FORWARD_COLUMNS_PER_THREAD[norm], *([many] if cluster == 8 and norm == "rmsnorm" else []))
+
+
+def _forward_threads_at_once(norm: str, x: str, vector: bool, per_thread: int, max_threads: int) -> int:
+    """kThreadsAtOnce of forward_staged.cu: threads on a multiprocessor that leave each the registers that it needs."""
+    if not vector:
+        return max_threads
+    registers = per_thread * 2 * (compute_itemsize(x) + ITEMSIZE[x]) // 4 + (78 if norm == "layernorm" else 62)
+    return 512 if registers <= 128 else 384 if registers <= 170 else 256
+
+
+def _staged_threads(x: str, slab: int, small: bool, choice: Choice, max_threads: int) -> tuple[int, int] | None:
+    """Columns a thread, and threads that share a row: the fewest warps that hold a block's columns of it, if any do."""
     if small:
         return columns_per_thread(x), _lanes(slab, columns_per_thread(x))
-    choice = _staged_choice(x, dy, vector, cluster, device)
-    few = [per_thread for per_thread in choice if per_thread != STAGED_MANY_COLUMNS_PER_THREAD]
-    if len(choice) > 1:
-        for warps, per_thread in product((1, 2, 4, 8), few):
-            if slab <= warps * WARP * per_thread <= 8192:
-                return per_thread, warps * WARP
-    return choice[-1], _whole_warps(_divide_up(slab, choice[-1]))
+    for preferred in choice:
+        if len(preferred) > 1:
+            for warps, per_thread in product((1, 2, 4, 8), preferred):
+                if slab <= warps * WARP * per_thread:
+                    return per_thread, warps * WARP
+        elif (threads := _whole_warps(_divide_up(slab, preferred[0]))) <= max_threads:
+            return preferred[0], threads
+    return None
 
 
 def _blocks_to_try(most: int) -> tuple[int, ...]:
@@ -285,7 +307,11 @@ def _blocks_to_try(most: int) -> tuple[int, ...]:
 
 def _staged_static_bytes(x_name: str, max_threads: int, cluster: int) -> int:
     """What a block takes beside its dynamic shared memory: the system's kilobyte and BlockState."""
-    return 1024 + 16 * STAGED_MOST_STAGES * STAGED_MOST_TEAMS + max_threads // WARP * (32 + 8 * cluster * compute_itemsize(x_name))
+    return (
+        1024
+        + 16 * STAGED_MOST_STAGES * STAGED_MOST_TEAMS
+        + max_threads // WARP * (32 + 8 * cluster * compute_itemsize(x_name))
+    )
 
 
 def _lanes(columns: int, per_thread: int) -> int:
@@ -377,28 +403,22 @@ def _forward_staged(
     small = problem.columns <= WARP * columns_per_thread(name)
     if small and not contiguous:
         return None
-    # In rows of 2 to 8 warps what LayerNorm sums within a warp costs more than the ring hides: at 1 GB and N=1024
-    # 3093 GB/s, 3353 without it; at N=4096 3106 and 3071. float32 gains, having half as many columns for its bytes.
-    if FORWARD_LN_DIRECT and problem.norm == "layernorm" and ITEMSIZE[name] == 2 and not small and problem.columns <= 4096:
-        return None
-    max_threads = staged_max_threads(name, vector > 1, device)
     for cluster in CLUSTERS:
         slab = _divide_up(_divide_up(problem.columns, cluster), vector) * vector
         if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
             continue
-        per_thread, group = _staged_threads(name, name, slab, small, vector > 1, cluster, device)
-        fwd = FWD_LN if problem.norm == "layernorm" else FWD
-        if fwd and not small and vector > 1 and ITEMSIZE[name] == 2:
-            fits = [(w * WARP, e) for w, e in product((1, 2, 4, 8), fwd) if slab <= w * WARP * e]
-            group, per_thread = fits[0] if fits else (1 << 20, 64)
-        if group > max_threads:
+        max_threads = staged_max_threads(name, vector > 1, device)
+        choice = _forward_choice(problem.norm, name, vector > 1, cluster, device)
+        if (held := _staged_threads(name, slab, small, choice, max_threads)) is None:
             continue
-        block_threads = 8 * WARP if per_thread == columns_per_thread(name) else FORWARD_WARPS * WARP
+        per_thread, group = held
+        at_once = _forward_threads_at_once(problem.norm, name, vector > 1, per_thread, max_threads)
+        block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
         groups = max(1, block_threads // group) if cluster == 1 and contiguous else 1
         threads = groups * group
         step_bytes = _part_bytes(name, vector > 1, groups * slab)
         static_bytes = _staged_static_bytes(name, max_threads, cluster)
-        for blocks in _blocks_to_try(FORWARD_STAGED_BLOCKS * block_threads // threads):
+        for blocks in _blocks_to_try(at_once // threads):
             stages = min((device.shared_bytes // blocks - static_bytes) // step_bytes, STAGED_MOST_STAGES)
             if stages >= FORWARD_STAGED_LEAST_STAGES:
                 wanted = FORWARD_STAGED_RING_BYTES // (blocks * step_bytes)
@@ -454,7 +474,7 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         split = (*definitions, f"-DCOLUMNS_PER_THREAD={columns_per_thread(x)}")
         yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), split)
         if device.has_clusters:
-            for per_thread, cluster in _staged_choices(x, dy, vector, device):
+            for per_thread, cluster in _staged_choices(x, device, functools.partial(_staged_choice, x, dy, vector)):
                 staged = (*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DCLUSTER={cluster}")
                 yield Variant("backward_staged.cu", ("backward_staged",), staged)
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
@@ -462,7 +482,7 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         routes = (*definitions, f"-DCOLUMNS_PER_THREAD={columns_per_thread(x)}")
         yield Variant("forward.cu", ("forward_direct", "forward_swept"), routes)
         if device.has_clusters:
-            for per_thread, cluster in _staged_choices(x, x, vector, device):
+            for per_thread, cluster in _staged_choices(x, device, functools.partial(_forward_choice, norm, x, vector)):
                 staged = (*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DCLUSTER={cluster}")
                 yield Variant("forward_staged.cu", ("forward_staged",), staged)
     for compute_name in ("float32", "float64"):
@@ -471,10 +491,10 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         yield Variant("triad.cu", ("triad",), triad_definitions(x, streaming))
 
 
-def _staged_choices(x: str, dy: str, vector: bool, device: Device) -> list[tuple[int, int]]:
+def _staged_choices(x: str, device: Device, choice_of: Callable[[int, Device], Choice]) -> list[tuple[int, int]]:
     """Every pair of columns a thread and blocks a cluster."""
     clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
-    choices = {(n, cluster) for cluster in clusters for n in _staged_choice(x, dy, vector, cluster, device)}
+    choices = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
     return sorted(choices | {(columns_per_thread(x), 1)})
 
 
@@ -500,7 +520,6 @@ def _backward_definitions(
         f"-DDY_TYPE={dy}",
         f"-DWANT_DB={int(want_db)}",
         f"-DVECTOR={int(vector)}",
-        f"-DTEAM={TEAM}",
         *reserved,
         _argument_bytes(BACKWARD_ARGUMENTS),
     )
@@ -512,8 +531,6 @@ def _forward_definitions(norm: str, x: str, vector: bool, reserved: tuple[str, .
         f"-DX_TYPE={x}",
         f"-DVECTOR={int(vector)}",
         *reserved,
-        f"-DLAB={LAB}",
-        f"-DTEAM={TEAM}",
         _argument_bytes(FORWARD_ARGUMENTS),
     )
 

@@ -1,0 +1,41 @@
+"""Every route of the CUDA kernels once, small, for the tools that watch memory:
+
+    compute-sanitizer --tool memcheck python tests/sanitize.py
+    compute-sanitizer --tool racecheck python tests/sanitize.py
+
+No assertion: the tools say what they find. Run from the root of the repository, on a CUDA device.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import cupy
+import ml_dtypes
+import numpy as np
+
+import cupynorm
+
+# Rows and columns: parts of a warp, one warp, several, blocks of two teams, clusters of 2 to 16; off 16 bytes where N is odd.
+SHAPES = (
+    (40, 128), (300, 128), (20, 256), (9, 512), (9, 1001), (40, 1024), (7, 4096), (5, 5120), (5, 4095), (6, 8192),
+    (600, 7168), (6, 16384), (6, 20480), (4, 16385), (4, 65536), (3, 131072), (3, 262144),
+)  # fmt: skip
+
+
+def main() -> None:
+    generator = np.random.default_rng(0)
+    for dtype, (rows, columns) in itertools.product((ml_dtypes.bfloat16, np.float32), SHAPES):
+        x = cupy.asarray(generator.standard_normal((rows, columns), np.float32).astype(dtype))
+        dy = x[::-1].copy()
+        w, b = cupy.ones(columns, np.float32), cupy.zeros(columns, np.float32)
+        _, rstd = cupynorm.rmsnorm_forward(x, w)
+        cupynorm.rmsnorm_backward(x, w, dy, rstd)
+        _, mean, rstd = cupynorm.layernorm_forward(x, w, b)
+        cupynorm.layernorm_backward(x, w, dy, mean, rstd)
+        cupy.cuda.Device().synchronize()
+        print(np.dtype(dtype).name, rows, columns, flush=True)
+
+
+if __name__ == "__main__":
+    main()
