@@ -58,6 +58,8 @@ struct BackwardArguments {
     int slab_columns;       // columns of a row that one block holds
     int stages;             // staged route: rows in flight
     int slabs;              // blocks that share a row
+    int steps;              // staged route: of each walk over the rows,
+    int longer_walks;       // the first of which have one more
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 

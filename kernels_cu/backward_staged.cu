@@ -57,7 +57,8 @@ struct StagedRow {
 };
 
 // Threads on a multiprocessor that leave each the registers that it needs.
-constexpr int kThreadsAtOnce = kVector > 1 && !kWholeWarps ? 512 : kColumnsPerThread == 24 ? 384 : kMaxThreads;
+constexpr int kThreadsAtOnce = kColumnsPerThread == 24 ? 384
+                               : kVector > 1 && !kWholeWarps && __CUDA_ARCH__ < 1200 ? 512 : kMaxThreads;
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
     backward_staged(const BackwardArguments a) {
@@ -67,7 +68,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const BlockShare share(a);
     let_next_kernel_launch();
 
-    const RowWalk walk(a.rows, share);
+    const RowWalk walk(a, share);
     const RingPart<X> x_part(a, share, a.x, a.x_row_stride, 0);
     const RingPart<Dy> dy_part(a, share, a.dy, a.dy_row_stride, x_part.part_bytes);
     char* const w_shared = shared + ColumnSums::shared_bytes(blockDim.x);
@@ -105,7 +106,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         const Columns at = own.found_anew();
         if (j < walk.count) {
             row = statistics.of(a, first_row, walk.step, j);
-            active = ring.wait(place) && j < own_count;
+            active = ring.wait(place) && (kManyColumns || j < own_count);
             Sums<Compute> partial = {Compute(0), Compute(0)};
             if (active) {
                 staged_row(place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy) {

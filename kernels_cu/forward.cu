@@ -110,7 +110,7 @@ template <class Use> __device__ void for_each_vector(const ForwardArguments& a, 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kMaxThreads) forward_swept(const ForwardArguments a) {
+extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_swept(const ForwardArguments a) {
     __shared__ GroupSum<Compute, kMaxThreads / 32> group_sum;
     int buffer = 0;
     for (int64 row = blockIdx.x; row < a.rows; row += gridDim.x) {

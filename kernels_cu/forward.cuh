@@ -38,6 +38,8 @@ struct ForwardArguments {
     int group_threads;   // threads that share a row
     int slab_columns;    // staged route: columns of a row that one block holds
     int stages;          // staged route: steps in flight
+    int steps;           // staged route: of each walk over the rows,
+    int longer_walks;    // the first of which have one more
 };
 static_assert(sizeof(ForwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 
@@ -45,12 +47,14 @@ using Vector = Packed<X, kVector>;
 
 // The sum of a thread's columns, in several chains: one would wait for itself.
 struct ThreadSum {
-    static constexpr int kChains = 4;
+    static constexpr int kChains = kVector > 1 ? 4 : 2;
     Compute chains[kChains] = {};
 
     __device__ Compute& of(int k, int v) { return chains[(k * kVector + v) % kChains]; }
     __device__ Sums<Compute> sums() const {
-        return {(chains[0] + chains[1]) + (chains[2] + chains[3]), Compute(0)};
+        Compute sum = chains[0] + chains[1];
+        if constexpr (kChains == 4) sum += chains[2] + chains[3];
+        return {sum, Compute(0)};
     }
 };
 
@@ -62,7 +66,7 @@ struct RootOfMean {
     __device__ explicit RootOfMean(double eps)
         : eps(eps), in_double(sizeof(Compute) == 8 || (eps > 0 && eps < 1e-37)) {}  // too small for a float32
     __device__ Compute reciprocal(Compute mean_square) const {
-        if (in_double) return Compute(1 / sqrt(double(mean_square) + eps));
+        if (in_double) return Compute(1) / Compute(sqrt(double(mean_square) + eps));
         return Compute(__frsqrt_rn(float(mean_square) + float(eps)));
     }
 };

@@ -101,23 +101,23 @@ struct RowMoments {
         Compute mean = posted.second, squares = posted.first;
         if (exchange.entries > 1) {
             const Sums<Compute>* const entries = exchange.wait(j);
-            Sums<Compute> entry[kEach], sum = {Compute(0), Compute(0)};
-#pragma unroll
-            for (int i = 0; i < kEach; ++i) {
-                entry[i] = entries[minimum(i * kLanes + int(threadIdx.x % kLanes), exchange.entries - 1)];
-                if (!(entry_columns[i] > Compute(0))) entry[i] = {Compute(0), Compute(0)};
-            }
+            Sums<Compute> sum = {Compute(0), Compute(0)};
+            const auto entry = [&](int i) {
+                const Sums<Compute> read = entries[minimum(i * kLanes + int(threadIdx.x % kLanes), exchange.entries - 1)];
+                return entry_columns[i] > Compute(0) ? read : Sums<Compute>{Compute(0), Compute(0)};
+            };
             if constexpr (kLayerNorm) {
 #pragma unroll
-                for (int i = 0; i < kEach; ++i) sum.first += entry_columns[i] * entry[i].second;
+                for (int i = 0; i < kEach; ++i) sum.first += entry_columns[i] * entry(i).second;
                 sum_over_lanes<false, kLanes>(sum);
                 mean = sum.first * reciprocal_columns;
                 sum.first = Compute(0);
             }
 #pragma unroll
             for (int i = 0; i < kEach; ++i) {
-                const Compute distance = entry[i].second - mean;
-                sum.first += kLayerNorm ? entry[i].first + entry_columns[i] * distance * distance : entry[i].first;
+                const Sums<Compute> own = entry(i);
+                const Compute distance = own.second - mean;
+                sum.first += kLayerNorm ? own.first + entry_columns[i] * distance * distance : own.first;
             }
             sum_over_lanes<false, kLanes>(sum);
             squares = sum.first;
@@ -140,7 +140,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     __shared__ BlockState state;
 
     const BlockShare share(a);
-    const RowWalk walk(a.rows, share);
+    const RowWalk walk(a, share);
     const RingPart<X> x_part(a, share, a.x, a.x_row_stride, 0);
     const Ring ring(shared, state, share, a.stages, x_part.part_bytes, a.rows);
     const SumExchange<false> exchange(state, share, a.group_threads);

@@ -60,16 +60,17 @@ struct BlockState {
     Sums<Compute> sums[kMaxWarps][kSlots * kCluster];
 };
 
-// The steps of one block: `groups` consecutive rows each. Rows are those of the team's first group.
+// The steps of one block: `groups` consecutive rows each. Rows are those of the team's first group. The host divides:
+// in 64 bits that takes a call, of code that is not in the cache yet when a kernel starts.
 struct RowWalk {
     int64 first, step;
     int count;
 
-    __device__ RowWalk(int64 rows, const BlockShare& share) {
-        const int64 block_first = int64(blockIdx.x / kCluster) * share.groups;
+    template <class Arguments> __device__ RowWalk(const Arguments& a, const BlockShare& share) {
+        const int walker = blockIdx.x / kCluster;
+        first = int64(walker) * share.groups + share.team_group;
         step = int64(gridDim.x / kCluster) * share.groups;
-        count = block_first < rows ? int((rows - block_first + step - 1) / step) : 0;
-        first = block_first + share.team_group;
+        count = a.steps + (walker < a.longer_walks);
     }
     __device__ int64 row(int j) const { return first + j * step; }
 };
