@@ -57,9 +57,7 @@ struct BackwardArguments {
     int group_threads;      // threads that share a row
     int slab_columns;       // columns of a row that one block holds
     int stages;             // staged route: rows in flight
-    int slabs;              // blocks that share a row
-    int steps;              // staged route: of each walk over the rows,
-    int longer_walks;       // the first of which have one more
+    int steps;              // staged route: at least so many of each walk over the rows
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 

@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_sums(co
         __syncthreads();
         if (threadIdx.x < 32) {
             sums = sum_entries<kLayerNorm, kThreads / 32>(warp_sums[buffer], kThreads / 32);
-            if (threadIdx.x == 0) a.sums[row * a.slabs + blockIdx.x] = sums;
+            if (threadIdx.x == 0) a.sums[row * gridDim.x + blockIdx.x] = sums;
         }
     }
 }
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
         RowStatistics statistics;
         statistics.load(a, row);
         Sums<Compute> sums = {Compute(0), Compute(0)};
-        if (a.dx) sums = sum_many_entries<kLayerNorm>(a.sums + row * a.slabs, a.slabs);
+        if (a.dx) sums = sum_many_entries<kLayerNorm>(a.sums + row * gridDim.x, gridDim.x);
         const RowCoefficients coefficients(sums, reciprocal_columns, statistics);
         X* const dx = a.dx + row * a.dx_row_stride + slab.first_column;
 #pragma unroll

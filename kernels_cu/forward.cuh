@@ -38,8 +38,7 @@ struct ForwardArguments {
     int group_threads;   // threads that share a row
     int slab_columns;    // staged route: columns of a row that one block holds
     int stages;          // staged route: steps in flight
-    int steps;           // staged route: of each walk over the rows,
-    int longer_walks;    // the first of which have one more
+    int steps;           // staged route: at least so many of each walk over the rows
 };
 static_assert(sizeof(ForwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 

@@ -24,13 +24,13 @@ COMPUTE_CAPABILITIES = [(7, 5), (8, 0), (9, 0), (10, 0), (12, 0)]
 # (file, kernel, definitions that must all be there): bytes that may be spilled, and why that is all right.
 ALLOWED_SPILLS: dict[tuple[str, str, tuple[str, ...]], tuple[int, str]] = {
     ("backward_staged.cu", "backward_staged", ("-DWANT_DB=1", "-DCOLUMNS_PER_THREAD=64", "-DCLUSTER=16")): (
-        96,
+        32,
         "w, dw and db of 64 columns leave 63 registers; what is spilled is set before the first row and read once a "
         "row. LayerNorm, 636x262144, bfloat16, on an H200: 331 us; 575 us in two sweeps, which spill nothing.",
     ),
     ("forward_staged.cu", "forward_staged", ("-DLAYER_NORM=1", "-DVECTOR=0", "-DCLUSTER=16")): (
         8,
-        "One register of 128, set before the first row and read once a row, where rows of over 65536 elements lie off 16 "
+        "One register of 128, set before the first row and read once a row; rows of over 65536 elements off 16 "
         "bytes.",
     ),
 }

@@ -52,8 +52,8 @@ ONE_WALKER_STEPS = 2  # so few steps take one block less time than the final red
 REDUCTION_SHARED_BYTES = 10 << 10  # left free for a block of the final reduction, which is launched early
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
 
-BACKWARD_ARGUMENTS = "9P4q8i"  # struct BackwardArguments in backward.cuh
-FORWARD_ARGUMENTS = "6P3qd8i"  # struct ForwardArguments in forward.cuh
+BACKWARD_ARGUMENTS = "9P4q6i"  # struct BackwardArguments in backward.cuh
+FORWARD_ARGUMENTS = "6P3qd7i4x"  # struct ForwardArguments in forward.cuh
 PARTIALS_ARGUMENTS = "4Pq3i4x"  # struct PartialsArguments in partials.cu
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -331,9 +331,9 @@ def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: i
     return max(1, walkers)
 
 
-def walks(config: BackwardConfig | ForwardConfig, rows: int, walkers: int) -> tuple[int, int]:
-    """The steps of each walker, and how many of the walkers, the first, have one more."""
-    return divmod(_divide_up(rows, config.groups), walkers)
+def least_steps(config: BackwardConfig | ForwardConfig, rows: int, walkers: int) -> int:
+    """Of each walker; some may have one more."""
+    return _divide_up(rows, config.groups) // walkers
 
 
 # Clusters that an H100 or H200 with 132 multiprocessors holds at once, one block on each, by cluster size.

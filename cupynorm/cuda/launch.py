@@ -79,8 +79,7 @@ class Backward:
                 config.group_threads,
                 config.slab_columns,
                 config.stages,
-                config.slabs,
-                *choose.walks(config, problem.rows, walkers),
+                choose.least_steps(config, problem.rows, walkers),
             )
             partials = Arguments(
                 choose.PARTIALS_ARGUMENTS,
@@ -150,7 +149,7 @@ class Forward:
                 config.group_threads,
                 config.slab_columns,
                 config.stages,
-                *choose.walks(config, problem.rows, walkers),
+                choose.least_steps(config, problem.rows, walkers),
             )
             return arguments.fill, [main.ready(arguments, walkers * config.cluster)]
 
