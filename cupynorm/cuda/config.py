@@ -272,10 +272,13 @@ def _forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Devic
     """The same for the forward pass."""
     if not vector or ITEMSIZE[x] != 2 or not device.has_large_shared_memory:
         return _staged_choice(x, x, vector, cluster, device)
-    many = (STAGED_MANY_COLUMNS_PER_THREAD,)
+    # Compiled for 10.0, LayerNorm keeps float16 columns widened, and spills.
+    spills = norm == "layernorm" and x == "float16" and device.compute_capability >= (10, 0)
+    many: Choice = () if spills else ((STAGED_MANY_COLUMNS_PER_THREAD,),)
     if cluster == 16:
-        return (many,)
-    return (FORWARD_COLUMNS_PER_THREAD[norm], *([many] if cluster == 8 and norm == "rmsnorm" else []))
+        return many or (STAGED_USUAL_COLUMNS_PER_THREAD["float32"],)
+    choice = FORWARD_COLUMNS_PER_THREAD[norm][: -1 if spills else None]
+    return (choice, *(many if cluster == 8 and norm == "rmsnorm" else ()))
 
 
 def _forward_threads_at_once(norm: str, x: str, vector: bool, per_thread: int, max_threads: int) -> int:
