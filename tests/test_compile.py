@@ -21,6 +21,11 @@ pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
 
 COMPUTE_CAPABILITIES = [(7, 5), (8, 0), (9, 0), (10, 0), (12, 0)]
 
+# All variants take 11 minutes on two cores, half of it for types of x and dy that differ. Unless this is set, some of
+# those are compiled, for one architecture.
+COMPILE_ALL = bool(os.environ.get("CUPYNORM_COMPILE_ALL"))
+MIXED_TYPES = ((9, 0), ("-DCLUSTER=2", "-DCLUSTER=4", "-DCLUSTER=8"))  # for which; left out there
+
 # (file, kernel, definitions that must all be there): bytes that may be spilled, and why that is all right.
 ALLOWED_SPILLS: dict[tuple[str, str, tuple[str, ...]], tuple[int, str]] = {
     ("backward_staged.cu", "backward_staged", ("-DWANT_DB=1", "-DCOLUMNS_PER_THREAD=64", "-DCLUSTER=16")): (
@@ -30,8 +35,7 @@ ALLOWED_SPILLS: dict[tuple[str, str, tuple[str, ...]], tuple[int, str]] = {
     ),
     ("forward_staged.cu", "forward_staged", ("-DLAYER_NORM=1", "-DVECTOR=0", "-DCLUSTER=16")): (
         8,
-        "One register of 128, set before the first row and read once a row; rows of over 65536 elements off 16 "
-        "bytes.",
+        "One register of 128, set before the first row and read once a row; rows of over 65536 elements off 16 bytes.",
     ),
 }
 
@@ -69,6 +73,14 @@ def compile_variant(capability: tuple[int, int], variant: Variant) -> list[str]:
     return problems
 
 
+def is_tested(capability: tuple[int, int], variant: Variant) -> bool:
+    given = dict(definition.split("=", 1) for definition in variant.definitions)
+    if COMPILE_ALL or given.get("-DX_TYPE") == given.get("-DDY_TYPE", given.get("-DX_TYPE")):
+        return True
+    architecture, left_out = MIXED_TYPES
+    return capability == architecture and not set(left_out) & set(variant.definitions)
+
+
 def allowed_spills(variant: Variant, kernel: str) -> int:
     return max(
         (
@@ -89,8 +101,8 @@ def workers():
 
 @pytest.mark.parametrize("capability", COMPUTE_CAPABILITIES, ids=lambda cc: f"sm_{cc[0]}{cc[1]}")
 def test_every_variant_compiles_without_spills(capability, workers):
-    every = list(variants(capability))
-    assert len(every) > 200
+    every = [variant for variant in variants(capability) if is_tested(capability, variant)]
+    assert len(every) > 100
     results = workers.map(compile_variant, [capability] * len(every), every, chunksize=8)
     problems = [problem for result in results for problem in result]
     assert not problems, "\n".join(problems)
