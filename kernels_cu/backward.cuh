@@ -10,19 +10,19 @@
 //   WANT_DB     1: db is summed as well           VECTOR   1: 16-byte accesses, 0: single elements
 //   COLUMNS_PER_THREAD
 //   WEIGHT_OFFSET  1: w + offset in place of w    PER_HEAD  1: one w for each head
-//   ADD_RESIDUAL   1: dresidual_out is added to dx
+//   ADD_RESIDUAL   1: dresidual_out is added to dx  ACCUMULATE  1: dw and db are added to what is there
 // Decided at run time, because it costs nothing: the type of w, and whether dx and dw are wanted (null pointers).
 #pragma once
 
 #include "element.cuh"
-#include "partials.cuh"
 #include "reduce.cuh"
+#include "reduction.cuh"
 
 constexpr bool kLayerNorm = LAYER_NORM;
 constexpr bool kWantDb = WANT_DB;
 
 // Reserved, and 0 so far; a kernel that honours one takes it out of the assertion.
-static_assert(!WEIGHT_OFFSET && !PER_HEAD && !ADD_RESIDUAL, "reserved switches");
+static_assert(!WEIGHT_OFFSET && !PER_HEAD && !ADD_RESIDUAL && !ACCUMULATE, "reserved switches");
 
 using X = X_TYPE;
 using Dy = DY_TYPE;
@@ -50,14 +50,18 @@ struct BackwardArguments {
     Compute* dw_partials;   // null: not wanted; one row of `columns` for each block or cluster
     Compute* db_partials;
     Sums<Compute>* sums;    // split route: rows × slabs
+    void *dw, *db;          // null: not wanted
+    Meeting* meeting;       // null: there is nothing to reduce
     int64 rows;
     int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
     int columns;
-    int w_code;             // ElementCode
+    int w_code, dw_code;    // ElementCode, of w, and of dw and db
     int group_threads;      // threads that share a row
     int slab_columns;       // columns of a row that one block holds
     int stages;             // staged route: rows in flight
     int steps;              // staged route: at least so many of each walk over the rows
+    int partial_rows;
+    int row_threads;        // final reduction: threads that share a column, a power of two
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 
@@ -344,6 +348,15 @@ private:
         }
     }
 };
+
+// When a block is done with its rows: its partial row, and its share of the final reduction.
+template <class FindTarget>
+__device__ void finish_columns(const BackwardArguments& a, ColumnSums& sums, FindTarget partial_row, const Columns& own,
+                               int group_threads, void* shared) {
+    const Outlook outlook(a.meeting);
+    if (a.dw_partials || a.db_partials) sums.write_partials(partial_row(), own, group_threads);
+    if (a.meeting) reduce_partials(a, outlook, shared);
+}
 
 // The first half of a row's work, for one vector: its share of the row's sums and of the columns' sums. Both take the
 // product dy·(x − mean), which saves an operation; it stays far inside the range of float32 unless dy and x both leave it.

@@ -8,7 +8,6 @@
 // column over 16 rows, over these in turn, over the block's groups. The next row is on its way while one is
 // at work, where the registers hold two.
 #include "backward.cuh"
-#include "overlap.cuh"
 
 // Compile-time switch: MAX_THREADS, 256, or for longer rows 512, with single columns 384: what leaves a thread the registers
 // that it needs.
@@ -18,12 +17,12 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
     extern __shared__ uint4 shared[];
     __shared__ GroupSum<Compute, kMaxThreads == 256 ? 8 : 16> group_sum;
 
+    if (a.meeting) a.meeting->start();
     const int groups = blockDim.x / a.group_threads;
     const int group = threadIdx.x / a.group_threads;
     const Columns own(threadIdx.x % a.group_threads, a.group_threads, a.columns);
     ColumnSums column_sums(shared, threadIdx.x, blockDim.x);
     const auto partial_row = [&] { return PartialRow(a, blockIdx.x, 0); };
-    let_next_kernel_launch();
     Weights w;
     w.load(a, own, 0);
 
@@ -84,5 +83,5 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
         else load(current, row + step);
     }
 
-    if (a.dw_partials || a.db_partials) column_sums.write_partials(partial_row(), own, a.group_threads);
+    finish_columns(a, column_sums, partial_row, own, a.group_threads, shared);
 }

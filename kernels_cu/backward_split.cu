@@ -5,7 +5,6 @@
 // pair of sums per row and slab; the second adds a row's pairs and does the rest. x and dy cross memory twice, dx once.
 // Orders of sums: a row over a thread's columns, over lanes and warps by butterflies, over the slabs likewise.
 #include "backward.cuh"
-#include "overlap.cuh"
 
 constexpr int kThreads = 256;
 
@@ -50,11 +49,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_sums(co
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(const BackwardArguments a) {
     extern __shared__ uint4 shared[];
+    if (a.meeting) a.meeting->start();
     const Slab slab(a);
     const Columns own(threadIdx.x, kThreads, slab.columns);
     ColumnSums column_sums(shared, threadIdx.x, kThreads);
     const auto partial_row = [&] { return PartialRow(a, blockIdx.y, slab.first_column); };
-    let_next_kernel_launch();
     Weights w;
     w.load(a, own, slab.first_column);
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
@@ -85,5 +84,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
         column_sums.row_done(own, partial_row);
     }
 
-    if (a.dw_partials || a.db_partials) column_sums.write_partials(partial_row(), own, kThreads);
+    finish_columns(a, column_sums, partial_row, own, kThreads, shared);
 }

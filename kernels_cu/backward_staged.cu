@@ -10,7 +10,6 @@
 // row over a thread's columns, over its lanes by a butterfly, over its warps and blocks likewise; a column over 16
 // rows, over these in turn, over the block's groups.
 #include "backward.cuh"
-#include "overlap.cuh"
 #include "staged.cuh"
 
 // The statistics of a group's rows, as many steps ahead as the group has lanes in a warp: lane i loads those of the
@@ -65,9 +64,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     extern __shared__ __align__(128) char shared[];
     __shared__ BlockState state;
 
+    if (a.meeting) a.meeting->start();
     const BlockShare share(a);
-    let_next_kernel_launch();
-
     const RowWalk walk(a, share);
     const RingPart<X> x_part(a, share, a.x, a.x_row_stride, 0);
     const RingPart<Dy> dy_part(a, share, a.dy, a.dy_row_stride, x_part.part_bytes);
@@ -133,6 +131,6 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         place.advance(a.stages);
     }
 
-    if (a.dw_partials || a.db_partials) column_sums.write_partials(partial_row(), own, a.group_threads);
+    finish_columns(a, column_sums, partial_row, own, a.group_threads, shared);
     leave_together();
 }

@@ -32,8 +32,7 @@ class Launched(NamedTuple):
 def layout_of(kernel: str) -> str:
     from cupynorm.cuda import config
 
-    layouts = {"backward": config.BACKWARD_ARGUMENTS, "forward": config.FORWARD_ARGUMENTS}
-    return layouts.get(kernel.partition("_")[0], config.PARTIALS_ARGUMENTS)
+    return config.BACKWARD_ARGUMENTS if kernel.startswith("backward") else config.FORWARD_ARGUMENTS
 
 
 class FakeStream:
@@ -57,7 +56,8 @@ class FakeDevice:
         self.zeroed: list[tuple[int, int]] = []  # address, bytes
         self.current = 0
         self.stream = FakeStream()
-        self.error = 0  # what the driver returns
+        self.error: Exception | None = None  # what launches raise
+        self.status = 0  # what the driver library returns
         self._kernels: list[Any] = []
 
         runtime = self.cupy.cuda.runtime
@@ -65,15 +65,16 @@ class FakeDevice:
             "getDevice": lambda: self.current,
             "setDevice": lambda device: None,
             "deviceGetAttribute": lambda attribute, device: ATTRIBUTES[attribute],
-            "driverGetVersion": lambda: 13000,
             "memsetAsync": lambda address, value, size, stream: self.zeroed.append((address, size)),
         }.items():
             monkeypatch.setattr(runtime, name, replacement)
         monkeypatch.setattr(self.cupy.cuda, "Device", self._device)
         monkeypatch.setattr(self.cupy.cuda, "get_current_stream", lambda: self.stream)
         monkeypatch.setattr(self.cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 2)
+        monkeypatch.setattr(self.cupy.cuda.driver, "launchKernel", self._launch)
         monkeypatch.setattr(driver, "_library", lambda: self)
         monkeypatch.setattr(launch, "kernel", self._kernel)
+        monkeypatch.setattr(launch, "_meetings", launch._ThreadMeetings())
         monkeypatch.setattr(launch, "_alloc", lambda size: self._allocate("pool", size))
         monkeypatch.setattr(launch, "_malloc_async", lambda size: self._allocate("graph", size))
         monkeypatch.setattr(launch, "_current_stream", lambda: self.stream)
@@ -115,16 +116,18 @@ class FakeDevice:
         self._kernels.append(name)
         return SimpleNamespace(kernel=SimpleNamespace(ptr=len(self._kernels)), max_dynamic_shared_size_bytes=0)
 
-    def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: None) -> int:
-        name = self._kernels[function.value - 1]
-        config = config._obj
-        arguments = ctypes.string_at(pointers[0], struct.calcsize(layout_of(name)))
-        self.launched.append(Launched(name, tuple(config.grid), config.stream or 0, arguments))
-        return self.error
+    def _launch(self, function: int, x: int, y: int, z: int, *block_shared_stream_pointers: int) -> None:
+        if self.error:
+            raise self.error
+        *_, stream, pointers, _ = block_shared_stream_pointers
+        name = self._kernels[function - 1]
+        memory = ctypes.c_void_p.from_address(pointers).value
+        arguments = ctypes.string_at(memory, struct.calcsize(layout_of(name)))
+        self.launched.append(Launched(name, (x, y, z), stream, arguments))
 
     def cuOccupancyMaxActiveClusters(self, clusters: Any, function: Any, config: Any) -> int:
         clusters._obj.value = 30
-        return 0
+        return self.status
 
     def cuGetErrorString(self, status: int, text: Any) -> int:
         text._obj.value = b"made up"

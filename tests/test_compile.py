@@ -24,16 +24,16 @@ COMPUTE_CAPABILITIES = [(7, 5), (8, 0), (9, 0), (10, 0), (12, 0)]
 # All variants take 11 minutes on two cores, and in nearly half of them x and dy differ in type. Unless this is set,
 # some of those are compiled, for one architecture.
 COMPILE_ALL = bool(os.environ.get("CUPYNORM_COMPILE_ALL"))
-MIXED_TYPES = ((9, 0), ("-DCLUSTER=2", "-DCLUSTER=4", "-DCLUSTER=8"))  # for which; left out there
+MIXED_TYPES = ((9, 0), ("CLUSTER=2", "CLUSTER=4", "CLUSTER=8"))  # for which; left out there
 
 # (file, kernel, definitions that must all be there): bytes that may be spilled, and why that is all right.
 ALLOWED_SPILLS: dict[tuple[str, str, tuple[str, ...]], tuple[int, str]] = {
-    ("backward_staged.cu", "backward_staged", ("-DWANT_DB=1", "-DCOLUMNS_PER_THREAD=64", "-DCLUSTER=16")): (
+    ("backward_staged.cu", "backward_staged", ("WANT_DB=1", "COLUMNS_PER_THREAD=64", "CLUSTER=16")): (
         32,
         "w, dw and db of 64 columns leave 63 registers; what is spilled is set before the first row and read once a "
         "row. LayerNorm, 636x262144, bfloat16, on an H200: 316 us; 575 us in two sweeps, which spill nothing.",
     ),
-    ("forward_staged.cu", "forward_staged", ("-DLAYER_NORM=1", "-DVECTOR=0", "-DCLUSTER=16")): (
+    ("forward_staged.cu", "forward_staged", ("LAYER_NORM=1", "VECTOR=0", "CLUSTER=16")): (
         8,
         "One register of 128, set before the first row and read once a row; rows of over 65536 elements off 16 bytes.",
     ),
@@ -49,12 +49,11 @@ def compile_variant(capability: tuple[int, int], variant: Variant) -> list[str]:
     """What is wrong with one variant, in words; empty if nothing is."""
     from cupy.cuda import nvrtc
 
-    source = (module.source_directory() / variant.file).read_text(encoding="utf-8")
-    program = nvrtc.createProgram(source, variant.file, (), ())
+    program = nvrtc.createProgram(module.source(variant.file, variant.definitions), variant.file, (), ())
     options = (
         f"-arch=sm_{capability[0]}{capability[1]}",
         "--ptxas-options=-v",
-        *module.compile_options(variant.definitions),
+        *module.compile_options(),
     )
     name = f"sm_{capability[0]}{capability[1]} {variant.file} {' '.join(variant.definitions)}"
     try:
@@ -75,7 +74,7 @@ def compile_variant(capability: tuple[int, int], variant: Variant) -> list[str]:
 
 def is_tested(capability: tuple[int, int], variant: Variant) -> bool:
     given = dict(definition.split("=", 1) for definition in variant.definitions)
-    if COMPILE_ALL or given.get("-DX_TYPE") == given.get("-DDY_TYPE", given.get("-DX_TYPE")):
+    if COMPILE_ALL or given.get("X_TYPE") == given.get("DY_TYPE", given.get("X_TYPE")):
         return True
     architecture, left_out = MIXED_TYPES
     return capability == architecture and not set(left_out) & set(variant.definitions)

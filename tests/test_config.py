@@ -48,7 +48,7 @@ def backward(columns: int, x: str, dy: str, rows: int = 4096, norm: str = "layer
 
 
 def defined(chosen: config.BackwardConfig | config.ForwardConfig, name: str) -> int:
-    (value,) = (text.removeprefix(f"-D{name}=") for text in chosen.definitions if text.startswith(f"-D{name}="))
+    (value,) = (text.removeprefix(f"{name}=") for text in chosen.definitions if text.startswith(f"{name}="))
     return int(value)
 
 
@@ -65,7 +65,7 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned):
     for columns in COLUMNS:
         chosen = config.backward_config(backward(columns, x, dy), aligned, device)
         at = f"{columns} columns: {chosen}"
-        vector = "-DVECTOR=1" in chosen.definitions
+        vector = "VECTOR=1" in chosen.definitions
         assert (chosen.slabs - 1) * chosen.slab_columns < columns <= chosen.slabs * chosen.slab_columns, at
         per_thread = defined(chosen, "COLUMNS_PER_THREAD")
         assert chosen.slab_columns <= chosen.group_threads * per_thread, at
@@ -74,6 +74,7 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned):
         assert chosen.group_threads % 32 == 0 or 32 % chosen.group_threads == 0, at
         assert chosen.shared_bytes + config.STATIC_SHARED_BYTES <= device.shared_bytes, at
         assert (f"backward_{chosen.route}.cu", chosen.definitions) in compiled, at
+        assert chosen.shared_bytes >= 32 * chosen.threads, f"the final reduction has no room: {at}"
         if chosen.route == "staged":
             assert device.has_clusters, at
             assert config.STAGED_LEAST_STAGES <= chosen.stages <= config.STAGED_MOST_STAGES, at
@@ -114,6 +115,30 @@ def test_no_more_walkers_than_rows(device):
         assert (walkers - 1) * chosen.groups < rows
 
 
+def test_the_final_reduction_is_shared_out():
+    """What one block waits for: few slices, few partial rows of each; and whole warps, four columns a thread at least."""
+    for threads, blocks, rows, columns, norm in (
+        (128, 264, 264, 4096, "rmsnorm"),
+        (128, 264, 264, 4096, "layernorm"),
+        (256, 264, 264, 128, "rmsnorm"),
+        (384, 132, 132, 12289, "layernorm"),
+        (256, 120, 15, 65536, "rmsnorm"),
+        (256, 112, 7, 262144, "layernorm"),
+        (32, 3, 3, 1, "rmsnorm"),
+        (128, 2, 2, 1 << 20, "rmsnorm"),
+    ):
+        problem = backward(columns, "bfloat16", "bfloat16", norm=norm)
+        row_threads = config.reduction_row_threads(threads, blocks, rows, problem)
+        used = 1 << (threads.bit_length() - 1)
+        assert row_threads & (row_threads - 1) == 0
+        assert 1 <= row_threads <= used // 2
+        outputs = 2 if norm == "layernorm" else 1
+        slices = outputs * -(-columns // (used // row_threads * config.REDUCTION_RUN))
+        loads = -(-slices // blocks) * -(-rows // row_threads)
+        least = outputs * columns * rows / config.REDUCTION_RUN / (blocks * used)
+        assert loads <= 3 * least + 12, (threads, blocks, rows, columns, row_threads)
+
+
 def test_rows_that_fit_on_chip_are_read_once():
     """Only rows beyond shared memory of the largest cluster (or of a block's registers without clusters) are split."""
     hopper, ampere = DEVICES["sm_90"], DEVICES["sm_80"]
@@ -139,7 +164,7 @@ def test_forward_configs_hold_their_rows(device, x, aligned):
         )
         chosen = config.forward_config(problem, aligned, device)
         at = f"{columns} columns, {gap} between rows: {chosen}"
-        vector = "-DVECTOR=1" in chosen.definitions
+        vector = "VECTOR=1" in chosen.definitions
         per_thread = defined(chosen, "COLUMNS_PER_THREAD")
         assert (chosen.file, chosen.definitions) in compiled, at
         assert chosen.threads % chosen.group_threads == 0, at

@@ -45,9 +45,12 @@ def cupy() -> Any:
     return pytest.importorskip("cupy")
 
 
-def spin(cupy: Any, seconds: float) -> None:
-    """Keep the current stream busy."""
-    cupy.RawKernel(SPIN, "spin")((1,), (1,), (np.uint64(seconds * 1e9),))
+def spin(cupy: Any, seconds: float, multiprocessors: int = 0) -> None:
+    """Keep the current stream busy, and so many multiprocessors, whose shared memory is taken."""
+    kernel = cupy.RawKernel(SPIN, "spin")
+    shared_bytes = cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"] if multiprocessors else 0
+    kernel.max_dynamic_shared_size_bytes = shared_bytes
+    kernel((multiprocessors or 1,), (1,), (np.uint64(seconds * 1e9),), shared_mem=shared_bytes)
 
 
 def empty_results(cupy: Any, tensors: Tensors) -> tuple[Any, Any, Any]:
@@ -166,6 +169,34 @@ def test_work_follows_the_current_stream(cupy: Any) -> None:
         results = backward("layernorm", late)
         stream.synchronize()
     assert_same_bits(results, expected)
+
+
+@pytest.mark.parametrize("free", [1, 2, 40, 120])
+@pytest.mark.parametrize("columns", LENGTHS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_blocks_that_start_late(cupy: Any, norm: str, columns: int, free: int) -> None:
+    """While other work holds all multiprocessors but a few, most blocks start only when others have ended. None waits
+    for them; the gradients are the same, also those of the next call, with the whole device."""
+    tensors = make_tensors(cupy, norm, (600 if columns < 10000 else 50, columns), "bfloat16")
+    expected = backward(norm, tensors, has_bias=True)
+    outs = [empty_results(cupy, tensors) for _ in range(3)]
+    held, stream = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        backward(norm, tensors, has_bias=True, out=outs[0])
+    cupy.cuda.Device().synchronize()
+    multiprocessors = cupy.cuda.Device().attributes["MultiProcessorCount"]
+    with held:
+        spin(cupy, 0.03, multiprocessors - free)
+    with stream:
+        for out in outs[1:]:
+            backward(norm, tensors, has_bias=True, out=out)
+        stream.synchronize()
+        early = not held.done
+    with held:
+        held.synchronize()
+    assert early or columns >= 10000, "the call waited for the other work"  # a cluster may find no room
+    for out in outs:
+        assert_same_bits(out, expected)
 
 
 def needs(cupy: Any, size: float) -> None:

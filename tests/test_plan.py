@@ -33,8 +33,8 @@ def call_of(device: FakeDevice, norm: str, rows: int = ROWS, dtype: str = "float
     return arrays | {"has_bias": True} | changes
 
 
-def results_of(device: FakeDevice) -> tuple[Any, Any, Any]:
-    return device.array((ROWS, COLUMNS), "float16"), device.array((COLUMNS,)), device.array((COLUMNS,))
+def results_of(device: FakeDevice, rows: int = ROWS) -> tuple[Any, Any, Any]:
+    return device.array((rows, COLUMNS), "float16"), device.array((COLUMNS,)), device.array((COLUMNS,))
 
 
 def backward(norm: str, call: Call) -> tuple[Any, ...]:
@@ -64,13 +64,15 @@ def test_every_launch_gets_the_addresses_of_its_own_call(device: FakeDevice) -> 
         call = call_of(device, norm)
         device.launched.clear()
         results = backward(norm, call)
-        main, reduction = device.launched
+        (launch,) = device.launched
+        fields = launch.fields()
         inputs = [call[name].data.ptr if name in call else 0 for name in ("x", "dy", "w", "mean", "rstd")]
-        assert list(main.fields()[:6]) == [*inputs, results[0].data.ptr]
-        partials = main.fields()[6:8]
-        assert all(partials)
-        assert reduction.fields()[:4] == (*partials, results[1].data.ptr, results[2].data.ptr)
-        assert ROWS in main.fields()[6:]
+        assert list(fields[:6]) == [*inputs, results[0].data.ptr]
+        *partials, sums, dw, db, meeting = fields[6:12]
+        assert len({*partials, dw, db, meeting, 0}) == 6
+        assert (dw, db) == (results[1].data.ptr, results[2].data.ptr)
+        assert sums == 0
+        assert fields[12] == ROWS
 
 
 def another(device: FakeDevice, norm: str) -> dict[str, Call]:
@@ -128,7 +130,7 @@ def test_options_that_only_equal_good_ones_are_still_refused(device: FakeDevice,
     backward(norm, good)
     with pytest.raises(TypeError, match=next(iter(change))):
         backward(norm, good | change)
-    assert len(device.launched) == 2
+    assert len(device.launched) == 1
 
 
 @pytest.mark.parametrize("position", range(3))
@@ -147,6 +149,7 @@ def test_overlaps_are_looked_for_on_every_call(device: FakeDevice, norm: str, po
 
 
 def test_given_results_come_back_and_others_are_made(device: FakeDevice) -> None:
+    backward("layernorm", call_of(device, "layernorm"))  # the stream's first
     for given in itertools.product([True, False], repeat=3):
         out = tuple(array if g else None for array, g in zip(results_of(device), given, strict=True))
         device.allocated.clear()
@@ -156,17 +159,19 @@ def test_given_results_come_back_and_others_are_made(device: FakeDevice) -> None
 
 
 def test_what_no_one_wants_is_neither_made_nor_written(device: FakeDevice) -> None:
+    backward("layernorm", call_of(device, "layernorm"))  # the stream's first
     for mask in itertools.product([True, False], repeat=3):
         device.launched.clear()
         device.allocated.clear()
         results = backward("layernorm", call_of(device, "layernorm", output_mask=mask))
         assert tuple(result is not None for result in results) == mask
         kernels = [launch.kernel for launch in device.launched]
-        assert len(kernels) == (any(mask) and 1 + any(mask[1:]))
+        assert len(kernels) == any(mask)
         assert [by for by, _ in device.allocated] == ["result"] * sum(mask) + ["pool"] * any(mask[1:])
         if any(mask):
-            _, dw_partials, db_partials = device.launched[0].fields()[5:8]
-            assert (bool(dw_partials), bool(db_partials)) == mask[1:]
+            dx, dw_partials, db_partials, _, dw, db, meeting = device.launched[0].fields()[5:12]
+            assert (bool(dx), bool(dw_partials), bool(db_partials)) == mask
+            assert (bool(dw), bool(db), bool(meeting)) == (*mask[1:], any(mask[1:]))
 
 
 def test_launches_go_to_the_current_stream(device: FakeDevice) -> None:
@@ -174,16 +179,54 @@ def test_launches_go_to_the_current_stream(device: FakeDevice) -> None:
         device.launched.clear()
         device.stream = FakeStream(pointer)
         backward("rmsnorm", call_of(device, "rmsnorm"))
-        assert [launch.stream for launch in device.launched] == [pointer, pointer]
+        assert [launch.stream for launch in device.launched] == [pointer]
     assert plans() == 1
 
 
+def meeting_of(launch: Any) -> int:
+    return int(launch.fields()[11])
+
+
 def test_a_captured_stream_gets_workspace_of_its_own(device: FakeDevice) -> None:
-    for capturing, allocator in ((False, "pool"), (True, "graph"), (False, "pool")):
-        device.stream = FakeStream(7, capturing)
+    """Each graph clears its meeting, too; the stream's own stays as it is."""
+    backward("rmsnorm", call_of(device, "rmsnorm", out=results_of(device)))
+    device.stream = FakeStream(7)
+    meetings: dict[bool, set[int]] = {False: set(), True: set()}
+    for capturing, allocated in ((False, ["pool"] * 2), (True, ["graph"] * 2), (True, ["graph"] * 2), (False, ["pool"])):
+        device.stream.capturing = capturing
         device.allocated.clear()
+        device.zeroed.clear()
         backward("rmsnorm", call_of(device, "rmsnorm", out=results_of(device)))
-        assert [by for by, _ in device.allocated] == [allocator]
+        assert [by for by, _ in device.allocated] == allocated
+        assert [address for address, _ in device.zeroed] == [meeting_of(device.launched[-1])] * (len(allocated) - 1)
+        meetings[capturing].add(meeting_of(device.launched[-1]))
+    assert len(meetings[False]) == 1
+    assert not meetings[False] & meetings[True]
+
+
+def test_where_blocks_meet(device: FakeDevice) -> None:
+    """Launches that follow one another meet in one place, cleared once; others do not: other streams, other threads,
+    other devices."""
+    places = set()
+    for pointer, rows in ((7, ROWS), (9, ROWS), (7, ROWS), (9, ROWS), (7, ROWS - 1)):
+        device.stream = FakeStream(pointer)
+        backward("rmsnorm", call_of(device, "rmsnorm", rows=rows, out=results_of(device, rows)))
+        places.add((pointer, meeting_of(device.launched[-1])))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(backward, "rmsnorm", call_of(device, "rmsnorm")).result()
+    places.add((7, meeting_of(device.launched[-1])))
+    assert len(places) == len({place for _, place in places}) == 3
+    assert sorted(address for address, _ in device.zeroed) == sorted(place for _, place in places)
+
+
+def test_a_launch_of_more_blocks_meets_in_a_larger_place(device: FakeDevice) -> None:
+    for rows in (64, 4000, 64):
+        backward("rmsnorm", call_of(device, "rmsnorm", rows=rows))
+    small, large, again = (meeting_of(launch) for launch in device.launched)
+    assert small != large == again
+    assert [address for address, _ in device.zeroed] == [small, large]
+    blocks = device.launched[1].grid[0]
+    assert device.zeroed[1] == (large, 8 * (3 + blocks))
 
 
 def test_each_device_has_its_own_plan_and_is_made_current(device: FakeDevice) -> None:
@@ -244,11 +287,14 @@ def test_threads_use_one_plan_at_once(device: FakeDevice) -> None:
 def test_an_error_of_the_driver_comes_up(device: FakeDevice) -> None:
     call = call_of(device, "rmsnorm")
     backward("rmsnorm", call)
-    device.error = 700
-    with pytest.raises(RuntimeError, match="CUDA driver error 700: made up"):
+    device.error = RuntimeError("launch failed")
+    with pytest.raises(RuntimeError, match="launch failed"):
         backward("rmsnorm", call)
-    device.error = 0
+    device.error = None
     backward("rmsnorm", call)
+    device.status = 700
+    with pytest.raises(RuntimeError, match="CUDA driver error 700: made up"):
+        cupynorm.rmsnorm_forward(device.array((4, 65536)))
 
 
 def test_plans_keep_no_array(device: FakeDevice) -> None:
@@ -354,10 +400,10 @@ def test_foreign_arrays_on_the_same_stream_need_no_capsule(monkeypatch: Any, dev
     call = torch_call(torch)
     results = backward("rmsnorm", call)
     assert all(type(result) is torch.Tensor for result in results)
-    main, reduction = device.launched
+    (launch,) = device.launched
     addresses = [call[name].data_ptr() for name in ("x", "dy", "w")]
-    assert list(main.fields()[:6]) == [*addresses, 0, call["rstd"].data_ptr(), given[0].data.ptr]
-    assert reduction.fields()[2] == given[1].data.ptr
+    assert list(launch.fields()[:6]) == [*addresses, 0, call["rstd"].data_ptr(), given[0].data.ptr]
+    assert launch.fields()[9] == given[1].data.ptr
 
 
 def test_other_foreign_arrays_take_the_way_through_capsules(device: FakeDevice, torch: Any) -> None:

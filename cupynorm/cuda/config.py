@@ -24,7 +24,7 @@ CLUSTERS = (1, 2, 4, 8, 16)
 # blocks wait for each other across multiprocessors, 255 us with 96 KB, 244 with 128 KB, 247 with 160 KB.
 STAGED_LEAST_STAGES = 3
 STAGED_MOST_TEAMS = 2  # kMaxTeams
-STAGED_MOST_STAGES = 8  # kMaxStages of backward_staged.cu
+STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
 STAGED_RING_BYTES = 96 << 10
 STAGED_LARGE_CLUSTER_RING_BYTES = 128 << 10
 STAGED_BLOCKS = 2  # on a multiprocessor, of threads that hold 4096 columns or so, where rows leave the choice
@@ -34,7 +34,7 @@ STAGED_COLUMNS_PER_THREAD = {"float32": (24, 32, 40), "float64": (16,)}
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 # Of 16-bit types, where the largest cluster has no room for the row otherwise (1 GB, N=262144: RMSNorm 555 us in two
 # sweeps, 263 so). Level two of dw and db then lies in memory, and of w, beside both, three vectors a thread in shared
-# memory (backward.cuh: kManyColumns). For its many bytes the final reduction is launched late.
+# memory (backward.cuh: kManyColumns, Weights::kInShared).
 STAGED_MANY_COLUMNS_PER_THREAD = 64
 STAGED_SHARED_W_BYTES = 3 * 8 * 4
 # With 40 columns a thread a longer part of a row goes to a cluster of twice as many blocks.
@@ -48,13 +48,13 @@ SPLIT_THREADS = 256
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 WORKSPACE_BYTES = 64 << 20
-ONE_WALKER_STEPS = 2  # so few steps take one block less time than the final reduction of several
-REDUCTION_SHARED_BYTES = 10 << 10  # left free for a block of the final reduction, which is launched early
+ONE_WALKER_STEPS = 2  # so few steps take one block less time than several and their final reduction
+REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
+REDUCTION_BATCH = 8  # kReductionBatch
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
 
-BACKWARD_ARGUMENTS = "9P4q6i"  # struct BackwardArguments in backward.cuh
+BACKWARD_ARGUMENTS = "12P4q9i4x"  # struct BackwardArguments in backward.cuh
 FORWARD_ARGUMENTS = "6P3qd7i4x"  # struct ForwardArguments in forward.cuh
-PARTIALS_ARGUMENTS = "4Pq3i4x"  # struct PartialsArguments in partials.cu
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ELEMENT_CODES = {None: 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # enum ElementCode in element.cuh
@@ -67,17 +67,11 @@ class Device:
     compute_capability: tuple[int, int]
     multiprocessors: int
     shared_bytes: int  # that one block may have
-    driver: int = 12030  # version, as in 12030 for 12.3
 
     @property
     def has_clusters(self) -> bool:
         """Bulk asynchronous copies, clusters and remote stores into shared memory."""
         return self.compute_capability >= (9, 0)
-
-    @property
-    def overlaps_launches(self) -> bool:
-        """A kernel may be launched while the one before still runs, also in a captured graph (from driver 12.3 on)."""
-        return self.compute_capability >= (9, 0) and self.driver >= 12030
 
     @property
     def has_large_shared_memory(self) -> bool:
@@ -151,7 +145,7 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
     """Choose the backward kernels; `aligned` says that every row of x, dy and dx starts at a multiple of 16 bytes."""
     x, dy = problem.x_dtype.name, _name(problem.dy_dtype)
     vector = vector_width(x, dy) if aligned and problem.columns % vector_width(x, dy) == 0 else 1
-    definitions = _backward_definitions(problem.norm, x, dy, _sums_db(problem), vector > 1, _reserved_of(problem))
+    definitions = _backward_definitions(problem.norm, x, dy, _sums_db(problem), vector > 1, _reserved_of(problem), problem.accumulate)
     per_thread = columns_per_thread(x)
     outer_bytes = _column_sums_bytes(problem, per_thread)
 
@@ -166,7 +160,7 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
     slab = SPLIT_THREADS * per_thread
     return BackwardConfig(
         route="split",
-        definitions=(*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}"),
+        definitions=(*definitions, f"COLUMNS_PER_THREAD={per_thread}"),
         threads=SPLIT_THREADS,
         group_threads=SPLIT_THREADS,
         slab_columns=slab,
@@ -179,7 +173,7 @@ def _direct(problem: NormProblem, definitions: tuple[str, ...], threads: int, gr
     per_thread = columns_per_thread(problem.x_dtype.name)
     return BackwardConfig(
         route="direct",
-        definitions=(*definitions, *_direct_definitions(per_thread, threads, "-DVECTOR=1" in definitions)),
+        definitions=(*definitions, *_direct_definitions(per_thread, threads, "VECTOR=1" in definitions)),
         threads=threads,
         group_threads=group,
         slab_columns=problem.columns,
@@ -190,7 +184,7 @@ def _direct(problem: NormProblem, definitions: tuple[str, ...], threads: int, gr
 
 def _direct_definitions(per_thread: int, threads: int, vector: bool) -> tuple[str, str]:
     max_threads = next(most for most in DIRECT_MAX_THREADS[vector] if threads <= most)
-    return f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DMAX_THREADS={max_threads}"
+    return f"COLUMNS_PER_THREAD={per_thread}", f"MAX_THREADS={max_threads}"
 
 
 def _column_sums_bytes(problem: NormProblem, per_thread: int) -> int:
@@ -232,16 +226,14 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         outer_bytes = _column_sums_bytes(problem, per_thread) * threads
         step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
         ring_bytes = STAGED_RING_BYTES if cluster < 8 else STAGED_LARGE_CLUSTER_RING_BYTES
-        many = per_thread == STAGED_MANY_COLUMNS_PER_THREAD
-        free_bytes = device.shared_bytes - (REDUCTION_SHARED_BYTES if device.overlaps_launches and not many else 0)
         for blocks in _blocks_to_try(STAGED_BLOCKS * block_threads // threads):
-            room = free_bytes // blocks - _staged_static_bytes(name, max_threads, cluster) - outer_bytes
+            room = device.shared_bytes // blocks - _staged_static_bytes(name, max_threads, cluster) - outer_bytes
             stages = min(room // step_bytes, STAGED_MOST_STAGES)
             if stages >= STAGED_LEAST_STAGES:
                 stages = min(stages, max(STAGED_LEAST_STAGES, ring_bytes // (blocks * step_bytes)))
                 return BackwardConfig(
                     route="staged",
-                    definitions=(*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DCLUSTER={cluster}"),
+                    definitions=(*definitions, *_staged_definitions(per_thread, cluster)),
                     threads=threads,
                     group_threads=group,
                     slab_columns=slab,
@@ -363,19 +355,24 @@ def partial_row_stride(columns: int) -> int:
     return _divide_up(columns, 4) * 4
 
 
-@dataclass(frozen=True)
-class ReductionConfig:
-    """How the final reduction runs: see partials.cu."""
-
-    threads: int
-    row_threads: int
-    columns: int  # of a block
+def meeting_bytes(blocks: int) -> int:
+    """struct Meeting of reduction.cuh, for a launch of so many blocks."""
+    return 8 * (3 + blocks)
 
 
-def reduction_config(rows: int) -> ReductionConfig:
-    """A few partial rows a thread, all on their way at once; blocks that fit beside those of the kernel before."""
-    row_threads = max(1, min(32, _power_of_two_at_least(rows // 4 + 1, 32)))
-    return ReductionConfig(threads=256, row_threads=row_threads, columns=256 // row_threads * 4)
+def reduction_row_threads(threads: int, blocks: int, partial_rows: int, problem: NormProblem) -> int:
+    """Threads that share a column in the final reduction, of blocks with so many threads.
+
+    What a block waits for memory is to be short: its share of the slices, times the batches of partial rows in each.
+    """
+    threads = 1 << (threads.bit_length() - 1)
+    outputs = int(problem.want_dw) + int(problem.want_db)
+
+    def waits(row_threads: int) -> int:
+        slices = outputs * _divide_up(problem.columns, threads // row_threads * REDUCTION_RUN)
+        return _divide_up(slices, blocks) * (1 + _divide_up(partial_rows, row_threads * REDUCTION_BATCH))
+
+    return min((1 << power for power in range(threads.bit_length() - 1)), key=waits)
 
 
 def forward_config(problem: NormProblem, aligned: bool, device: Device) -> ForwardConfig:
@@ -386,7 +383,7 @@ def forward_config(problem: NormProblem, aligned: bool, device: Device) -> Forwa
     if device.has_clusters and (staged := _forward_staged(problem, vector, definitions, device)):
         return staged
     per_thread = columns_per_thread(x)
-    definitions = (*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}")
+    definitions = (*definitions, f"COLUMNS_PER_THREAD={per_thread}")
     if problem.columns <= WARP * per_thread:
         lanes = _lanes(problem.columns, per_thread)
         return ForwardConfig("forward.cu", "forward_direct", definitions, SMALL_BLOCK, lanes)
@@ -434,7 +431,7 @@ def _forward_staged(
                 return ForwardConfig(
                     "forward_staged.cu",
                     "forward_staged",
-                    (*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DCLUSTER={cluster}"),
+                    (*definitions, *_staged_definitions(per_thread, cluster)),
                     threads,
                     group,
                     slab_columns=slab,
@@ -450,12 +447,8 @@ def _part_bytes(name: str, vector: bool, elements: int) -> int:
     return _divide_up(elements * ITEMSIZE[name] + (0 if vector else 32), 128) * 128
 
 
-def partials_definitions(compute_name: str, accumulate: bool = False) -> tuple[str, ...]:
-    return (f"-DCOMPUTE_TYPE={compute_name}", f"-DACCUMULATE={int(accumulate)}", _argument_bytes(PARTIALS_ARGUMENTS))
-
-
 def triad_definitions(x_name: str, streaming: bool) -> tuple[str, ...]:
-    return (f"-DELEMENT={x_name}", f"-DSTREAMING={int(streaming)}")
+    return (f"ELEMENT={x_name}", f"STREAMING={int(streaming)}")
 
 
 @dataclass(frozen=True)
@@ -479,38 +472,42 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         for threads in DIRECT_MAX_THREADS[vector][: 1 if device.has_clusters else None]:
             direct = (*definitions, *_direct_definitions(columns_per_thread(x), threads, vector))
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
-        split = (*definitions, f"-DCOLUMNS_PER_THREAD={columns_per_thread(x)}")
+        split = (*definitions, f"COLUMNS_PER_THREAD={columns_per_thread(x)}")
         yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), split)
-        if device.has_clusters:
-            for per_thread, cluster in _staged_choices(x, device, functools.partial(_staged_choice, x, dy, vector)):
-                staged = (*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DCLUSTER={cluster}")
-                yield Variant("backward_staged.cu", ("backward_staged",), staged)
+        choices = functools.partial(_staged_choice, x, dy, vector)
+        yield from _staged_variants("backward_staged", definitions, x, device, choices)
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
         definitions = _forward_definitions(norm, x, vector)
-        routes = (*definitions, f"-DCOLUMNS_PER_THREAD={columns_per_thread(x)}")
+        routes = (*definitions, f"COLUMNS_PER_THREAD={columns_per_thread(x)}")
         yield Variant("forward.cu", ("forward_direct", "forward_swept"), routes)
-        if device.has_clusters:
-            for per_thread, cluster in _staged_choices(x, device, functools.partial(_forward_choice, norm, x, vector)):
-                staged = (*definitions, f"-DCOLUMNS_PER_THREAD={per_thread}", f"-DCLUSTER={cluster}")
-                yield Variant("forward_staged.cu", ("forward_staged",), staged)
-    for compute_name in ("float32", "float64"):
-        yield Variant("partials.cu", ("reduce_partials",), partials_definitions(compute_name))
+        choices = functools.partial(_forward_choice, norm, x, vector)
+        yield from _staged_variants("forward_staged", definitions, x, device, choices)
     for x, streaming in product(FLOAT_NAMES, (False, True)):
         yield Variant("triad.cu", ("triad",), triad_definitions(x, streaming))
 
 
-def _staged_choices(x: str, device: Device, choice_of: Callable[[int, Device], Choice]) -> list[tuple[int, int]]:
-    """Every pair of columns a thread and blocks a cluster."""
+def _staged_variants(
+    kernel: str, definitions: tuple[str, ...], x: str, device: Device, choice_of: Callable[[int, Device], Choice]
+) -> Iterator[Variant]:
+    """One for every pair of columns a thread and blocks a cluster."""
+    if not device.has_clusters:
+        return
     clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
-    choices = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
-    return sorted(choices | {(columns_per_thread(x), 1)})
+    pairs = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
+    for per_thread, cluster in sorted(pairs | {(columns_per_thread(x), 1)}):
+        staged = (*definitions, *_staged_definitions(per_thread, cluster))
+        yield Variant(f"{kernel}.cu", (kernel,), staged)
+
+
+def _staged_definitions(per_thread: int, cluster: int) -> tuple[str, str]:
+    return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}"
 
 
 def _reserved(weight_offset: bool = False, per_head: bool = False, add_residual: bool = False) -> tuple[str, ...]:
     return (
-        f"-DWEIGHT_OFFSET={int(weight_offset)}",
-        f"-DPER_HEAD={int(per_head)}",
-        f"-DADD_RESIDUAL={int(add_residual)}",
+        f"WEIGHT_OFFSET={int(weight_offset)}",
+        f"PER_HEAD={int(per_head)}",
+        f"ADD_RESIDUAL={int(add_residual)}",
     )
 
 
@@ -520,24 +517,31 @@ def _reserved_of(problem: NormProblem) -> tuple[str, ...]:
 
 
 def _backward_definitions(
-    norm: str, x: str, dy: str, want_db: bool, vector: bool, reserved: tuple[str, ...] = _reserved()
+    norm: str,
+    x: str,
+    dy: str,
+    want_db: bool,
+    vector: bool,
+    reserved: tuple[str, ...] = _reserved(),
+    accumulate: bool = False,
 ) -> tuple[str, ...]:
     return (
-        f"-DLAYER_NORM={int(norm == 'layernorm')}",
-        f"-DX_TYPE={x}",
-        f"-DDY_TYPE={dy}",
-        f"-DWANT_DB={int(want_db)}",
-        f"-DVECTOR={int(vector)}",
+        f"LAYER_NORM={int(norm == 'layernorm')}",
+        f"X_TYPE={x}",
+        f"DY_TYPE={dy}",
+        f"WANT_DB={int(want_db)}",
+        f"VECTOR={int(vector)}",
         *reserved,
+        f"ACCUMULATE={int(accumulate)}",
         _argument_bytes(BACKWARD_ARGUMENTS),
     )
 
 
 def _forward_definitions(norm: str, x: str, vector: bool, reserved: tuple[str, ...] = _reserved()) -> tuple[str, ...]:
     return (
-        f"-DLAYER_NORM={int(norm == 'layernorm')}",
-        f"-DX_TYPE={x}",
-        f"-DVECTOR={int(vector)}",
+        f"LAYER_NORM={int(norm == 'layernorm')}",
+        f"X_TYPE={x}",
+        f"VECTOR={int(vector)}",
         *reserved,
         _argument_bytes(FORWARD_ARGUMENTS),
     )
@@ -546,7 +550,7 @@ def _forward_definitions(norm: str, x: str, vector: bool, reserved: tuple[str, .
 def _argument_bytes(layout: str) -> str:
     import struct
 
-    return f"-DARGUMENT_BYTES={struct.calcsize(layout)}"
+    return f"ARGUMENT_BYTES={struct.calcsize(layout)}"
 
 
 def _name(dtype: np.dtype[Any] | None) -> str:

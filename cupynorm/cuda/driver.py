@@ -1,7 +1,7 @@
-"""Launches with attributes that CuPy's own launch does not offer: clusters, and overlap with the kernel before.
+"""Kernels that take one struct by value: its memory, launches, and how many blocks run at once.
 
-A thin layer over cuLaunchKernelEx and cuOccupancyMaxActiveClusters of the CUDA driver library
-(https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__EXEC.html).
+What CuPy does not offer, cuOccupancyMaxActiveClusters, is called in the CUDA driver library
+(https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__OCCUPANCY.html).
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import functools
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import cupy
 
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _NON_PORTABLE_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _PORTABLE_CLUSTER = 8
 
@@ -37,8 +36,6 @@ class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
     ]
 
 
-ReadyLaunch = tuple[_LaunchConfig, Callable[[], int]]
-
 _attributes_lock = threading.Lock()
 
 
@@ -52,74 +49,49 @@ class Arguments:
         size = struct.calcsize(layout)
         addresses = len(struct.unpack(layout, bytes(size))) - len(fixed)
         memory = ctypes.create_string_buffer(struct.pack(layout, *[0] * addresses, *fixed), size)
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
+        self.address = ctypes.addressof(self._pointers)  # as a launch wants it: of the list of a kernel's parameters
         self.fill = functools.partial(struct.Struct(f"{addresses}P").pack_into, memory, 0)
 
 
 class Launch:
-    """One kernel with its block, dynamic shared memory and attributes. The kernel takes one struct by value.
+    """One kernel with its block, dynamic shared memory and cluster, which it was compiled with.
 
     Immutable once made, so usable from several threads at once.
     """
 
-    def __init__(
-        self,
-        kernel: Any,
-        threads: int,
-        grid: tuple[int, int] = (1, 1),
-        *,
-        shared_bytes: int = 0,
-        cluster: int = 1,
-        overlaps_previous: bool = False,
-    ) -> None:
+    def __init__(self, kernel: Any, threads: int, *, shared_bytes: int = 0, cluster: int = 1) -> None:
         make_context_current()
         self._kernel = kernel  # keeps the module loaded
-        self._function = ctypes.c_void_p(kernel.kernel.ptr)
+        self._threads, self._shared_bytes, self._cluster = threads, shared_bytes, cluster
         with _attributes_lock:  # launches of one kernel with different needs share its attribute
             if shared_bytes > kernel.max_dynamic_shared_size_bytes:
                 kernel.max_dynamic_shared_size_bytes = shared_bytes
         if cluster > _PORTABLE_CLUSTER:
             cupy.cuda.driver.funcSetAttribute(kernel.kernel.ptr, _NON_PORTABLE_CLUSTER, 1)
-        attributes = []
-        if cluster > 1:
-            attributes.append(_LaunchAttribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1)))
-        if overlaps_previous:
-            attributes.append(_LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,)))
-        self._attributes = (_LaunchAttribute * len(attributes))(*attributes)
-        self._config = _LaunchConfig((*grid, 1), (threads, 1, 1), shared_bytes, None, self._attributes, len(attributes))
 
-    def ready(self, arguments: Arguments, x: int, y: int = 1) -> ReadyLaunch:
-        """The launch over a grid, reading these arguments; usable as long as both live, by one thread at a time."""
-        config = _LaunchConfig.from_buffer_copy(self._config)
-        config.grid[:] = (x, y, 1)
-        # Every object of the call is made here, once: that is half of what the call costs.
-        call = functools.partial(
-            _library().cuLaunchKernelEx, ctypes.byref(config), self._function, arguments.pointers, None
+    def over(self, x: int, y: int = 1) -> Callable[[int, int, int], None]:
+        """The launch over a grid; to be called with a stream, the address of the arguments, and 0."""
+        block = (self._threads, 1, 1)
+        return functools.partial(
+            cupy.cuda.driver.launchKernel, self._kernel.kernel.ptr, x, y, 1, *block, self._shared_bytes
         )
-        return config, call
 
     def blocks_at_once(self, multiprocessors: int) -> int:
         """How many blocks the whole device holds at the same time."""
-        config = self._config
         occupancy = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
-        blocks = int(occupancy(self._kernel.kernel.ptr, config.block[0], config.shared_bytes))
-        return max(1, blocks) * multiprocessors
+        return max(1, int(occupancy(self._kernel.kernel.ptr, self._threads, self._shared_bytes))) * multiprocessors
 
     def clusters_at_once(self) -> int:
         """How many clusters the whole device holds at the same time: fewer than its multiprocessors suggest."""
-        clusters = ctypes.c_int()
-        _check(
-            _library().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), self._function, ctypes.byref(self._config))
+        attribute = _LaunchAttribute(_CLUSTER_DIMENSION, 0, (self._cluster, 1, 1))
+        config = _LaunchConfig(
+            (self._cluster, 1, 1), (self._threads, 1, 1), self._shared_bytes, None, ctypes.pointer(attribute), 1
         )
+        clusters = ctypes.c_int()
+        function = ctypes.c_void_p(self._kernel.kernel.ptr)
+        _check(_library().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), function, ctypes.byref(config)))
         return max(1, clusters.value)
-
-
-def launch_all(launches: Iterable[ReadyLaunch], stream: int) -> None:
-    """Launch one after the other on a stream, given by its pointer."""
-    for config, call in launches:
-        config.stream = stream
-        if status := call():
-            _check(status)
 
 
 class PerThread(threading.local):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+from collections import defaultdict
 from itertools import accumulate
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy as np
 from ..arrays import is_capturing
 from ..problem import NormProblem
 from . import config as choose
-from .driver import Arguments, Launch, PerThread, ReadyLaunch, launch_all
+from .driver import Arguments, Launch, PerThread
 from .module import kernel
 
 # cudaDevAttr… ComputeCapabilityMajor, ComputeCapabilityMinor, MultiProcessorCount, MaxSharedMemoryPerBlockOptin
@@ -35,39 +37,34 @@ class Backward:
         self._has_work = problem.rows > 0 and (problem.want_dx or problem.want_dw or problem.want_db)
         if not self._has_work:
             return
-        device = device_of(cupy.cuda.runtime.getDevice())
+        device_id = cupy.cuda.runtime.getDevice()
+        device = device_of(device_id)
         config = choose.backward_config(problem, _is_aligned(problem, offset), device)
         split = config.route == "split"
         main = _backward_launch(config, "backward_split_apply" if split else f"backward_{config.route}")
         walkers = choose.partial_rows(config, problem, _walkers_at_once(main, config.cluster, device))
 
+        grid = (config.slabs, walkers) if split else (walkers * config.cluster, 1)
+        blocks = grid[0] * grid[1]
+
         # A single partial row is the sum.
-        self._one_row = walkers == 1 and sums_offset == 0 and problem.parameter_dtype == problem.compute_dtype
+        one_row = walkers == 1 and sums_offset == 0 and problem.parameter_dtype == problem.compute_dtype
+        reduces = (problem.want_dw or problem.want_db) and not one_row
+        self._meeting_bytes = choose.meeting_bytes(blocks) if reduces else 0
         itemsize = problem.compute_dtype.itemsize
-        partials_bytes = 0 if self._one_row else walkers * choose.partial_row_stride(problem.columns) * itemsize
+        partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize if reduces else 0
         self._workspace = _Workspace(
             partials_bytes if problem.want_dw else 0,
             partials_bytes if problem.want_db else 0,
             problem.rows * config.slabs * 2 * itemsize if split and problem.want_dx else 0,
         )
 
-        # The kernels and their grids.
-        kernels = [(main, (config.slabs, walkers) if split else (walkers * config.cluster, 1))]
+        launches = [main.over(*grid)]
         if split and problem.want_dx:
             sums_walkers = choose.sums_walkers(config, problem, device)
-            kernels.insert(0, (_backward_launch(config, "backward_split_sums"), (config.slabs, sums_walkers)))
-        reduction = choose.reduction_config(walkers)
-        reductions = []
-        if (problem.want_dw or problem.want_db) and not self._one_row:
-            definitions = choose.partials_definitions(problem.compute_dtype.name, problem.accumulate)
-            reduce = Launch(
-                kernel("partials.cu", "reduce_partials", definitions),
-                reduction.threads,
-                overlaps_previous=device.overlaps_launches,
-            )
-            reductions.append((reduce, (-(-problem.columns // reduction.columns), 2 if problem.want_db else 1)))
+            launches.insert(0, _backward_launch(config, "backward_split_sums").over(config.slabs, sums_walkers))
 
-        def make_ready() -> tuple[Any, Any, list[ReadyLaunch]]:
+        def make_arguments() -> tuple[Arguments, _Meetings]:
             arguments = Arguments(
                 choose.BACKWARD_ARGUMENTS,
                 problem.rows,
@@ -76,23 +73,18 @@ class Backward:
                 problem.out_row_stride,
                 problem.columns,
                 _code(problem.w_dtype),
+                _code(problem.parameter_dtype),
                 config.group_threads,
                 config.slab_columns,
                 config.stages,
                 choose.least_steps(config, problem.rows, walkers),
-            )
-            partials = Arguments(
-                choose.PARTIALS_ARGUMENTS,
                 walkers,
-                problem.columns,
-                _code(problem.parameter_dtype),
-                reduction.row_threads,
+                choose.reduction_row_threads(config.threads, blocks, walkers, problem),
             )
-            launches = [launch.ready(arguments, *grid) for launch, grid in kernels]
-            launches += [launch.ready(partials, *grid) for launch, grid in reductions]
-            return arguments.fill, partials.fill, launches
+            return arguments, _meetings.of_device[device_id]
 
-        self._thread = PerThread(make_ready)
+        self._launches = launches
+        self._thread = PerThread(make_arguments)
 
     def __call__(
         self, x: int, w: int, dy: int, mean: int, rstd: int, dresidual_out: int, dx: int, dw: int, db: int
@@ -105,14 +97,33 @@ class Backward:
                     size = self.problem.columns * self.problem.parameter_dtype.itemsize
                     cupy.cuda.runtime.memsetAsync(address, 0, size, stream.ptr)
             return
-        fill, fill_partials, launches = self._thread.own
-        memory = self._workspace.allocate(stream)
+        arguments, meetings = self._thread.own
+        capturing = is_capturing(stream)
+        memory = self._workspace.allocate(capturing)
         dw_partials, db_partials, sums = self._workspace.parts(memory)
-        if self._one_row:
-            dw_partials, db_partials = dw, db
-        fill(x, dy, w, mean, rstd, dx, dw_partials, db_partials, sums)
-        fill_partials(dw_partials, db_partials, dw, db)
-        launch_all(launches, stream.ptr)
+        if self._meeting_bytes:
+            meeting = self._meeting(stream, capturing, meetings)
+            arguments.fill(x, dy, w, mean, rstd, dx, dw_partials, db_partials, sums, dw, db, meeting.ptr)
+        else:
+            arguments.fill(x, dy, w, mean, rstd, dx, dw, db, sums, 0, 0, 0)
+        for launch in self._launches:
+            launch(stream.ptr, arguments.address, 0)
+
+    def _meeting(self, stream: Any, capturing: bool, meetings: _Meetings) -> Any:
+        """Memory for struct Meeting of reduction.cuh, ready for the stream's next launch.
+
+        Launches on one stream follow one another, and leave it as the next one wants it. A graph, which may be launched
+        on any stream, has one of its own, cleared on each launch.
+        """
+        if not capturing:
+            size, memory = meetings.get(stream.ptr, (0, None))
+            if size >= self._meeting_bytes:
+                return memory
+        memory = (_malloc_async if capturing else _alloc)(self._meeting_bytes)
+        cupy.cuda.runtime.memsetAsync(memory.ptr, 0, self._meeting_bytes, stream.ptr)
+        if not capturing:
+            meetings[stream.ptr] = self._meeting_bytes, memory
+        return memory
 
 
 class Forward:
@@ -130,14 +141,13 @@ class Forward:
         main = Launch(
             kernel(config.file, config.kernel, config.definitions),
             config.threads,
-            (config.cluster, 1),
             shared_bytes=config.shared_bytes,
             cluster=config.cluster,
         )
         walkers = min(_walkers_at_once(main, config.cluster, device), -(-problem.rows // config.groups))
 
-        def make_ready() -> tuple[Any, list[ReadyLaunch]]:
-            arguments = Arguments(
+        def make_arguments() -> Arguments:
+            return Arguments(
                 choose.FORWARD_ARGUMENTS,
                 problem.rows,
                 problem.x_row_stride,
@@ -151,18 +161,31 @@ class Forward:
                 config.stages,
                 choose.least_steps(config, problem.rows, walkers),
             )
-            return arguments.fill, [main.ready(arguments, walkers * config.cluster)]
 
-        self._thread = PerThread(make_ready)
+        self._launch = main.over(walkers * config.cluster)
+        self._thread = PerThread(make_arguments)
 
     def __call__(self, x: int, w: int, b: int, residual: int, y: int, *statistics: int) -> None:
         """Fill y, mean (LayerNorm) and rstd."""
         if not self.problem.rows:
             return
         mean, rstd = statistics if len(statistics) == 2 else (0, *statistics)
-        fill, launches = self._thread.own
-        fill(x, w, b, y, mean, rstd)
-        launch_all(launches, _current_stream().ptr)
+        arguments = self._thread.own
+        arguments.fill(x, w, b, y, mean, rstd)
+        self._launch(_current_stream().ptr, arguments.address, 0)
+
+
+_Meetings = dict[int, tuple[int, Any]]  # of each stream, by its pointer: bytes, memory
+
+
+class _ThreadMeetings(threading.local):
+    """Of each thread, because two may use a stream by the same pointer."""
+
+    def __init__(self) -> None:
+        self.of_device: defaultdict[int, _Meetings] = defaultdict(dict)
+
+
+_meetings = _ThreadMeetings()
 
 
 class _Workspace:
@@ -174,7 +197,7 @@ class _Workspace:
         starts = accumulate(whole, initial=0)
         self._starts = [start if size else None for start, size in zip(starts, sizes, strict=False)]
 
-    def allocate(self, stream: Any) -> Any:
+    def allocate(self, capturing: bool) -> Any:
         """The memory, or None where none is needed.
 
         CuPy's pool may hand it to others as soon as it is let go: what they do comes later on this stream. Not so while
@@ -182,7 +205,7 @@ class _Workspace:
         """
         if not self._bytes:
             return None
-        return (_malloc_async if is_capturing(stream) else _alloc)(self._bytes)
+        return (_malloc_async if capturing else _alloc)(self._bytes)
 
     def parts(self, memory: Any) -> list[int]:
         """The address of each part, 0 for one of no size."""
@@ -201,14 +224,13 @@ def device_of(device_id: int) -> choose.Device:
     major, minor, multiprocessors, shared_bytes = (
         int(cupy.cuda.runtime.deviceGetAttribute(attribute, device_id)) for attribute in _DEVICE_ATTRIBUTES
     )
-    return choose.Device((major, minor), multiprocessors, shared_bytes, cupy.cuda.runtime.driverGetVersion())
+    return choose.Device((major, minor), multiprocessors, shared_bytes)
 
 
 def _backward_launch(config: choose.BackwardConfig, name: str) -> Launch:
     return Launch(
         kernel(f"backward_{config.route}.cu", name, config.definitions),
         config.threads,
-        (config.cluster, 1),
         shared_bytes=0 if name == "backward_split_sums" else config.shared_bytes,
         cluster=config.cluster,
     )

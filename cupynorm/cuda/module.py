@@ -22,34 +22,40 @@ def source_directory() -> Path:
 
 @functools.cache
 def source_digest() -> str:
-    """A hash over all CUDA sources.
-
-    CuPy's disk cache looks at the file that is compiled and at the options, not at the files that it includes:
-    as a definition among the options the hash makes a changed header a new kernel.
-    """
+    """A hash over all CUDA sources."""
     digest = hashlib.sha256()
     for path in sorted(source_directory().glob("*.cu*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
-def compile_options(definitions: tuple[str, ...]) -> tuple[str, ...]:
-    return (*COMPILE_OPTIONS, f"-I{source_directory()}", *definitions)
+def compile_options() -> tuple[str, ...]:
+    return (*COMPILE_OPTIONS, f"-I{source_directory()}")
+
+
+def source(file_name: str, definitions: tuple[str, ...]) -> str:
+    """The text to compile: the file after its definitions, such as "VECTOR=1".
+
+    They are no compiler options, because for every new set of options CuPy has NVRTC preprocess an empty file, which
+    takes longer than to load a kernel from the disk cache. That cache looks at this text and at the options, not at
+    the files that it includes: with the hash in the text, a changed header makes a new kernel.
+    """
+    lines = [f"// {source_digest()}", *(f"#define {text.replace('=', ' ', 1)}" for text in definitions)]
+    text = (source_directory() / file_name).read_text(encoding="utf-8")
+    return "\n".join([*lines, f'#line 1 "{file_name}"', text])
+
+
+@functools.cache
+def kernel(file_name: str, kernel_name: str, definitions: tuple[str, ...] = ()) -> Any:
+    """The kernel `kernel_name` of kernels_cu/`file_name`, compiled with definitions such as "VECTOR=1".
+
+    A cupy.RawKernel: compiled when first launched on a device, then kept in memory and in CuPy's disk cache.
+    """
+    return _module(file_name, definitions).get_function(kernel_name)
 
 
 @functools.cache
 def _module(file_name: str, definitions: tuple[str, ...]) -> Any:
     import cupy
 
-    source = (source_directory() / file_name).read_text(encoding="utf-8")
-    options = compile_options((*definitions, f"-DSOURCE_DIGEST=0x{source_digest()}ull"))
-    return cupy.RawModule(code=source, options=options)
-
-
-@functools.cache
-def kernel(file_name: str, kernel_name: str, definitions: tuple[str, ...] = ()) -> Any:
-    """The kernel `kernel_name` of kernels_cu/`file_name`, compiled with definitions such as "-DVECTOR=1".
-
-    A cupy.RawKernel: compiled when first launched on a device, then kept in memory and in CuPy's disk cache.
-    """
-    return _module(file_name, definitions).get_function(kernel_name)
+    return cupy.RawModule(code=source(file_name, definitions), options=compile_options())

@@ -1,0 +1,164 @@
+// The final reduction: dw and db from the partial rows that the row walkers left in memory, by the blocks that wrote them,
+// in the same launch. Slices of columns are shared out among the blocks; a column's sum has the same order whoever adds
+// it up: a thread takes row number row_threads, 2·row_threads, … on from its own, of four columns; then lanes of a warp
+// by a butterfly, warps in order. All in float64, so that dw and db are rounded once here.
+//
+// No block waits for one that has not started, which may have to wait itself, for multiprocessors that other kernels hold.
+// A block that has written its partial row, and sees that all others have started, waits until they have arrived, too.
+// Else it says that it leaves, and leaves. Those that stayed do all the work; if none stayed, the last to arrive does.
+#pragma once
+
+#include "element.cuh"
+
+// Elements from one partial row to the next: every row starts at a multiple of 16 bytes.
+__device__ constexpr int64 partial_row_stride(int columns) { return (columns + 3) / 4 * 4; }
+
+// Where the blocks of a launch meet. It was zero before the first launch that uses it; launches that do follow one another.
+struct Meeting {
+    using Word = unsigned long long;
+
+    Word before;   // `arrived`, as the launch finds it
+    Word started;  // blocks
+    Word arrived;  // lower half: blocks; upper half: those among them that said they leave
+    Word left[1];  // of each block in turn: mark() of the last launch in which it said so
+
+    __device__ static Word read(const Word& word) {
+        Word value;
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(&word) : "memory");
+        return value;
+    }
+    __device__ static Word read_acquiring(const Word& word) {
+        Word value;
+        asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(&word) : "memory");
+        return value;
+    }
+    __device__ static void write(Word& word, Word value) {
+        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(&word), "l"(value) : "memory");
+    }
+    __device__ static Word mark(Word before) { return before + 1; }
+
+    // By each block, first of all.
+    __device__ void start() {
+        if (threadIdx.x == 0) asm volatile("red.relaxed.gpu.global.add.u64 [%0], 1;" ::"l"(&started) : "memory");
+    }
+};
+
+// What thread 0 of a block reads of the meeting some time before it arrives.
+struct Outlook {
+    Meeting::Word before, started;
+
+    __device__ explicit Outlook(const Meeting* meeting) {
+        if (!meeting || threadIdx.x != 0) return;
+        before = Meeting::read(meeting->before);
+        started = Meeting::read(meeting->started);
+    }
+};
+
+// A block at the meeting's end: number `rank` of the `size` blocks that share the work; of none where size is 0.
+struct Crew {
+    int rank, size;
+};
+
+// By all threads of a block, once its partial row is written.
+__device__ inline Crew meet(Meeting& meeting, const Outlook& outlook) {
+    using Word = Meeting::Word;
+    __shared__ Word shared_before;
+    __shared__ int shared_left;
+    const int blocks = gridDim.x * gridDim.y, block = blockIdx.y * gridDim.x + blockIdx.x;
+    __syncthreads();
+    bool works = false;
+    if (threadIdx.x == 0) {
+        const Word before = outlook.before;
+        const bool stays = int(unsigned(outlook.started) - unsigned(before)) == blocks;
+        if (!stays) Meeting::write(meeting.left[block], Meeting::mark(before));
+        const Word step = stays ? 1 : 1 + (Word(1) << 32);
+        Word arrived;
+        asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+                     : "=l"(arrived) : "l"(&meeting.arrived), "l"(step) : "memory");
+        arrived += step - before;
+        const bool last = int(arrived) == blocks;
+        if (last) Meeting::write(meeting.before, before + arrived);  // for the next launch; all of this one have read it
+        if (stays) {
+            while (int(arrived) != blocks) arrived = Meeting::read_acquiring(meeting.arrived) - before;
+        }
+        shared_before = before;
+        shared_left = int(arrived >> 32);
+        works = stays || (last && shared_left == blocks);
+    }
+    if (!__syncthreads_or(works)) return {0, 0};
+    if (shared_left == 0) return {block, blocks};
+    if (shared_left == blocks) return {0, 1};
+    int lower_left = 0;
+    for (int first = 0; first < block; first += blockDim.x) {
+        const int other = first + threadIdx.x;
+        const bool left = other < block && Meeting::read(meeting.left[other]) == Meeting::mark(shared_before);
+        lower_left += __syncthreads_count(left);
+    }
+    return {block - lower_left, blocks - shared_left};
+}
+
+constexpr int kReductionRun = 4;     // columns of a thread
+constexpr int kReductionBatch = 8;   // partial rows that it waits for together
+
+// One slice: columns from `first_column` on, as many as the block's threads take. `scratch` has room for 32 bytes a thread.
+template <class Arguments, class C>
+__device__ void reduce_slice(const Arguments& a, const C* partials, void* target, int first_column, int threads,
+                             double* scratch) {
+    const int column_threads = threads / a.row_threads, slice_columns = column_threads * kReductionRun;
+    const int row_thread = threadIdx.x / column_threads, own = threadIdx.x % column_threads * kReductionRun;
+    const int lane_rows = column_threads < 32 ? 32 / column_threads : 1;  // of which one goes on
+    if (threadIdx.x < threads) {
+        double sums[kReductionRun] = {};
+        if (first_column + own < a.columns) {
+            const int64 stride = partial_row_stride(a.columns);
+            for (int first = row_thread; first < a.partial_rows; first += kReductionBatch * a.row_threads) {
+                Packed<C, kReductionRun> packed[kReductionBatch];
+#pragma unroll
+                for (int i = 0; i < kReductionBatch; ++i) {
+                    const int row = first + i * a.row_threads;
+                    packed[i] = {};
+                    if (row < a.partial_rows) packed[i].load(partials + row * stride + first_column + own);
+                }
+#pragma unroll
+                for (int i = 0; i < kReductionBatch; ++i) {
+                    double values[kReductionRun];
+                    packed[i].unpack(values);
+#pragma unroll
+                    for (int j = 0; j < kReductionRun; ++j) sums[j] += values[j];
+                }
+            }
+        }
+        for (int distance = 16; distance >= column_threads; distance /= 2) {
+#pragma unroll
+            for (int j = 0; j < kReductionRun; ++j) sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], distance);
+        }
+        if (row_thread % lane_rows == 0) {
+            double* const entry = scratch + row_thread / lane_rows * slice_columns + own;
+#pragma unroll
+            for (int j = 0; j < kReductionRun; ++j) entry[j] = sums[j];
+        }
+    }
+    __syncthreads();
+    for (int column = threadIdx.x; column < slice_columns; column += blockDim.x) {
+        if (first_column + column >= a.columns) break;
+        double sum = scratch[column];
+#pragma unroll 4
+        for (int i = 1; i < a.row_threads / lane_rows; ++i) sum += scratch[i * slice_columns + column];
+        store_element(target, a.dw_code, first_column + column, sum);
+    }
+    __syncthreads();
+}
+
+// By all threads of all blocks, at the end: `shared` has 32 bytes for each thread, of which nothing is needed any more.
+template <class Arguments> __device__ void reduce_partials(const Arguments& a, const Outlook& outlook, void* shared) {
+    const Crew crew = meet(*a.meeting, outlook);
+    if (crew.size == 0) return;
+    const int threads = 1 << (31 - __clz(blockDim.x));  // a power of two of them
+    const int slice_columns = threads / a.row_threads * kReductionRun;
+    const int slices = (a.columns + slice_columns - 1) / slice_columns;
+    for (int i = crew.rank; i < slices * (a.dw && a.db ? 2 : 1); i += crew.size) {
+        const bool of_db = !a.dw || i >= slices;
+        reduce_slice(a, of_db ? a.db_partials : a.dw_partials, of_db ? a.db : a.dw, i % slices * slice_columns, threads,
+                     static_cast<double*>(shared));
+    }
+}
