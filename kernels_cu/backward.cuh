@@ -62,6 +62,7 @@ struct BackwardArguments {
     int steps;              // staged route: at least so many of each walk over the rows
     int partial_rows;
     int row_threads;        // final reduction: threads that share a column, a power of two
+    int groups;             // of a block
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 

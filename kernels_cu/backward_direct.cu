@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
     __shared__ GroupSum<Compute, kMaxThreads == 256 ? 8 : 16> group_sum;
 
     if (a.meeting) a.meeting->start();
-    const int groups = blockDim.x / a.group_threads;
+    const int groups = a.groups;
     const int group = threadIdx.x / a.group_threads;
     const Columns own(threadIdx.x % a.group_threads, a.group_threads, a.columns);
     ColumnSums column_sums(shared, threadIdx.x, blockDim.x);

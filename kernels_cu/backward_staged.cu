@@ -64,7 +64,6 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     extern __shared__ __align__(128) char shared[];
     __shared__ BlockState state;
 
-    if (a.meeting) a.meeting->start();
     const BlockShare share(a);
     const RowWalk walk(a, share);
     const RingPart<X> x_part(a, share, a.x, a.x_row_stride, 0);
@@ -73,17 +72,19 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     char* const places = w_shared + Weights::shared_bytes(blockDim.x);
     const Ring ring(places, state, share, a.stages, x_part.part_bytes + dy_part.part_bytes, a.rows);
     const SumExchange<kLayerNorm> exchange(state, share, a.group_threads);
-    barriers_start(share, ring, exchange);
+    prefetch_columns(a.w, a.w_code, a.columns);
+    ring.start(walk, x_part, dy_part);
+    exchange.start(share.thread);
+    barriers_made();
+    if (a.meeting) a.meeting->start();
 
-    // w before the rows, so that it does not wait behind them: at 25 MB it then came 5 us later.
-    const int64 first_row = walk.first + share.group - share.team_group;
+    const int64 first_row = walk.first + share.group;
     StatisticsAhead statistics;
     statistics.lanes = kManyColumns ? 1 : minimum(a.group_threads, 32);
     statistics.load_next(a, first_row, walk.step, 0);
     const Columns own(share.thread, a.group_threads, share.columns);
     Weights w;
     w.load(a, own, share.first_column, w_shared);
-    if (ring.is_first_of_team()) ring.fill_first(walk, x_part, dy_part);
     barriers_ready();
 
     X* dx = a.dx + first_row * a.dx_row_stride + share.first_column + own.first;

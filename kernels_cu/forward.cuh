@@ -39,6 +39,7 @@ struct ForwardArguments {
     int slab_columns;    // staged route: columns of a row that one block holds
     int stages;          // staged route: steps in flight
     int steps;           // staged route: at least so many of each walk over the rows
+    int groups;          // of a block
 };
 static_assert(sizeof(ForwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 

@@ -144,19 +144,22 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const RingPart<X> x_part(a, share, a.x, a.x_row_stride, 0);
     const Ring ring(shared, state, share, a.stages, x_part.part_bytes, a.rows);
     const SumExchange<false> exchange(state, share, a.group_threads);
-    barriers_start(share, ring, exchange);
+    prefetch_columns(a.w, a.w_code, a.columns);
+    prefetch_columns(a.b, a.b_code, a.columns);
+    ring.start(walk, x_part);
+    exchange.start(share.thread);
+    barriers_made();
 
-    const Columns own(share.thread, a.group_threads, share.columns);  // w and b before the rows, as in the backward pass
+    const Columns own(share.thread, a.group_threads, share.columns);
     Compute w[kVectors][kVector], b[kVectors][kVector];
     const auto own_column = [&](int k) { return own.holds(k) ? share.first_column + own.at(k) : -1; };
     fill_columns(w, Compute(1));
     fill_columns(b, Compute(0));
     load_columns(w, a.w, a.w_code, own_column);
     load_columns(b, a.b, a.b_code, own_column);
-    if (ring.is_first_of_team()) ring.fill_first(walk, x_part);
     barriers_ready();
 
-    const int64 first_row = walk.first + share.group - share.team_group;
+    const int64 first_row = walk.first + share.group;
     X* y = a.y + first_row * a.y_row_stride + share.first_column + own.first;
     const RowMoments moments(a, own, exchange);
     RingPlace place;

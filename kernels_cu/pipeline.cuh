@@ -59,6 +59,11 @@ __device__ inline void bulk_copy(SharedAddress target, const void* source, int b
         : "memory");
 }
 
+// Asks for `bytes` (a multiple of 16, as is the address) to come into the L2 cache.
+__device__ inline void bulk_prefetch(const void* source, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
 __device__ inline int cluster_rank() {
     int rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -97,16 +97,20 @@ __device__ inline Crew meet(Meeting& meeting, const Outlook& outlook) {
     return {block - lower_left, blocks - shared_left};
 }
 
+__device__ inline int log2_of(unsigned power) { return 31 - __clz(power); }
+
 constexpr int kReductionRun = 4;     // columns of a thread
-constexpr int kReductionBatch = 8;   // partial rows that it waits for together
+constexpr int kReductionBatch = 16;  // partial rows that it waits for together
 
 // One slice: columns from `first_column` on, as many as the block's threads take. `scratch` has room for 32 bytes a thread.
 template <class Arguments, class C>
 __device__ void reduce_slice(const Arguments& a, const C* partials, void* target, int first_column, int threads,
                              double* scratch) {
-    const int column_threads = threads / a.row_threads, slice_columns = column_threads * kReductionRun;
-    const int row_thread = threadIdx.x / column_threads, own = threadIdx.x % column_threads * kReductionRun;
-    const int lane_rows = column_threads < 32 ? 32 / column_threads : 1;  // of which one goes on
+    // All of these are powers of two: shifts and masks, not divisions.
+    const int column_threads = threads >> log2_of(a.row_threads), slice_columns = column_threads * kReductionRun;
+    const int row_thread = threadIdx.x >> log2_of(column_threads);
+    const int own = (threadIdx.x & (column_threads - 1)) * kReductionRun;
+    const int lane_rows = column_threads < 32 ? 32 >> log2_of(column_threads) : 1;  // of which one goes on
     if (threadIdx.x < threads) {
         double sums[kReductionRun] = {};
         if (first_column + own < a.columns) {
@@ -132,8 +136,8 @@ __device__ void reduce_slice(const Arguments& a, const C* partials, void* target
 #pragma unroll
             for (int j = 0; j < kReductionRun; ++j) sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], distance);
         }
-        if (row_thread % lane_rows == 0) {
-            double* const entry = scratch + row_thread / lane_rows * slice_columns + own;
+        if ((row_thread & (lane_rows - 1)) == 0) {
+            double* const entry = scratch + (row_thread >> log2_of(lane_rows)) * slice_columns + own;
 #pragma unroll
             for (int j = 0; j < kReductionRun; ++j) entry[j] = sums[j];
         }
@@ -143,7 +147,7 @@ __device__ void reduce_slice(const Arguments& a, const C* partials, void* target
         if (first_column + column >= a.columns) break;
         double sum = scratch[column];
 #pragma unroll 4
-        for (int i = 1; i < a.row_threads / lane_rows; ++i) sum += scratch[i * slice_columns + column];
+        for (int i = 1; i < a.row_threads >> log2_of(lane_rows); ++i) sum += scratch[i * slice_columns + column];
         store_element(target, a.dw_code, first_column + column, sum);
     }
     __syncthreads();
@@ -153,12 +157,12 @@ __device__ void reduce_slice(const Arguments& a, const C* partials, void* target
 template <class Arguments> __device__ void reduce_partials(const Arguments& a, const Outlook& outlook, void* shared) {
     const Crew crew = meet(*a.meeting, outlook);
     if (crew.size == 0) return;
-    const int threads = 1 << (31 - __clz(blockDim.x));  // a power of two of them
-    const int slice_columns = threads / a.row_threads * kReductionRun;
-    const int slices = (a.columns + slice_columns - 1) / slice_columns;
+    const int threads = 1 << log2_of(blockDim.x);  // a power of two of them
+    const int slice_columns = (threads >> log2_of(a.row_threads)) * kReductionRun;
+    const int slices = (a.columns + slice_columns - 1) >> log2_of(slice_columns);
     for (int i = crew.rank; i < slices * (a.dw && a.db ? 2 : 1); i += crew.size) {
         const bool of_db = !a.dw || i >= slices;
-        reduce_slice(a, of_db ? a.db_partials : a.dw_partials, of_db ? a.db : a.dw, i % slices * slice_columns, threads,
-                     static_cast<double*>(shared));
+        reduce_slice(a, of_db ? a.db_partials : a.dw_partials, of_db ? a.db : a.dw,
+                     (i < slices ? i : i - slices) * slice_columns, threads, static_cast<double*>(shared));
     }
 }

@@ -1,11 +1,11 @@
 // What the staged kernels share: rows walked in steps, a ring of steps in shared memory, the exchange of row sums.
 //
 // A row is split by columns over the CLUSTER blocks of a cluster, `slab_columns` each, COLUMNS_PER_THREAD a thread. Where
-// CLUSTER is 1, a block may hold several groups of `group_threads` threads (lanes of a warp, or several warps), each with a
-// row of its own; the rows of a block then lie one after the other in memory. A block keeps `stages` steps, of a row for
-// each group, in flight, by bulk copies into its ring. Teams of neighbouring warps share a copy, which brings what they
-// read of a step: the last of them that is done with it asks for more. Smaller teams wait less for each other, but a
-// multiprocessor takes some 50 cycles for every copy.
+// CLUSTER is 1, a block may hold several `groups` of `group_threads` threads (a power of two then), each with a row of its
+// own; the rows of a block lie one after the other in memory. A block keeps `stages` steps, of a row for each group, in
+// flight, by bulk copies into its ring. A row of many warps comes in several copies, one for each team of neighbouring warps:
+// the last of them that is done with it asks for more. Smaller teams wait less for each other, but lost where they made many
+// small copies, of which a multiprocessor perhaps takes only one in some 50 cycles.
 //
 // With VECTOR = 0 rows may start anywhere: the copy takes the 16-byte words that cover the rows, at most 15 bytes more
 // on either side, all in words that hold at least one byte of a row.
@@ -29,28 +29,26 @@ constexpr int kTeamThreads = kWholeWarps && kSmallTeams ? 128 : kMaxThreads;
 constexpr int kMaxTeams = kMaxThreads / kTeamThreads;
 constexpr int kSlots = 4;  // a warp that posts sum j knows that all others have read sum j − 4
 
-// A block's share of a row, a thread's place in the block, and what the thread's team reads of a step.
+// A block's share of a row, a thread's place in the block, and what the thread's team reads of a row. Several groups are
+// one team, several teams one group. No divisions: every instruction before the first copy is fetched from memory.
 struct BlockShare {
     int groups, group, thread, rank, first_column, columns;
     int team, team_warps;
-    int team_group, team_rows;      // the team's first group, and how many rows it has
     int team_column, team_columns;  // the team's first column, from first_column on, and how many of a row it has
 
     template <class Arguments>
     __device__ explicit BlockShare(const Arguments& a)
-        : groups(blockDim.x / a.group_threads), group(threadIdx.x / a.group_threads),
-          thread(threadIdx.x % a.group_threads), rank(kClustered ? cluster_rank() : 0),
+        : groups(a.groups), group(groups > 1 ? threadIdx.x >> (31 - __clz(a.group_threads)) : 0),
+          thread(threadIdx.x - group * a.group_threads), rank(kClustered ? cluster_rank() : 0),
           first_column(rank * a.slab_columns), columns(minimum(a.slab_columns, a.columns - first_column)),
           team(0) {
         // Through a shuffle, the compiler knows that a warp's lanes agree, and computes addresses once for all of them.
-        if (kMaxTeams > 1) team = __shfl_sync(0xffffffffu, int(threadIdx.x) / kTeamThreads, 0);
+        if (kMaxTeams > 1) team = __shfl_sync(0xffffffffu, threadIdx.x / unsigned(kTeamThreads), 0);
         const int threads = minimum(kTeamThreads, blockDim.x - team * kTeamThreads);
-        team_warps = threads / 32;
-        team_group = team * kTeamThreads / a.group_threads;
-        team_rows = a.group_threads < threads ? threads / a.group_threads : 1;
-        team_column = team_rows > 1 ? 0 : team * kTeamThreads % a.group_threads * kColumnsPerThread;
+        team_warps = threads >> 5;
+        team_column = team * kTeamThreads * kColumnsPerThread;
         const int left = columns - team_column;
-        team_columns = team_rows > 1 ? columns : left < 0 ? 0 : minimum(left, threads * kColumnsPerThread);
+        team_columns = left < 0 ? 0 : minimum(left, threads * kColumnsPerThread);
     }
 };
 
@@ -61,17 +59,15 @@ struct BlockState {
     Sums<Compute> sums[kMaxWarps][kSlots * kCluster];
 };
 
-// The steps of one block: `groups` consecutive rows each. Rows are those of the team's first group. The host divides the
-// rows: in 64 bits that takes a call, of code that is not in the cache yet when a kernel starts.
+// The steps of one block: `groups` consecutive rows each, of which these are the first. The host divides the rows.
 struct RowWalk {
     int64 first, step;
     int count;
 
     template <class Arguments> __device__ RowWalk(const Arguments& a, const BlockShare& share) {
-        const int64 block_first = int64(blockIdx.x / kCluster) * share.groups;
+        first = int64(blockIdx.x / kCluster) * share.groups;
         step = int64(gridDim.x / kCluster) * share.groups;
-        count = a.steps + (block_first + a.steps * step < a.rows);
-        first = block_first + share.team_group;
+        count = a.steps + (first + a.steps * step < a.rows);
     }
     __device__ int64 row(int j) const { return first + j * step; }
 };
@@ -101,7 +97,7 @@ template <class T> struct RingPart {
         const int bytes = share.groups * a.slab_columns * int(sizeof(T));
         static_assert(kVector > 1 || kMaxTeams == 1, "there is room for the words that cover one team's rows");
         part_bytes = (bytes + (kVector > 1 ? 0 : 32) + 127) / 128 * 128;
-        offset = part_offset + (share.team_group * a.slab_columns + share.team_column) * int(sizeof(T));
+        offset = part_offset + share.team_column * int(sizeof(T));
     }
     // From the start of the words that cover the rows to the first of them.
     __device__ int lead(int64 row) const {
@@ -117,40 +113,33 @@ template <class T> struct RingPart {
         bulk_copy(place + offset, start, copy_bytes(row, elements), full);
     }
     // Where the thread's group has its row in a place, as if it began at the block's first column.
-    __device__ const T* in(const char* place, const BlockShare& share, int64 team_row) const {
-        const int elements = (share.group - share.team_group) * share.columns - share.team_column;
-        return reinterpret_cast<const T*>(place + offset + lead(team_row)) + elements;
+    __device__ const T* in(const char* place, const BlockShare& share, int64 row) const {
+        const int elements = share.group * share.columns - share.team_column;
+        return reinterpret_cast<const T*>(place + offset + lead(row)) + elements;
     }
 };
 
-// The ring, as one team has to do with it: rows are those of its first group.
+// The ring, as one team has to do with it.
 struct Ring {
+    const BlockShare& share;
     char* base;
     SharedAddress base_address;
     Barrier full, done;  // the team's own: those of all teams lie before those of the next stage
-    int stages, stage_bytes, team_warps, team_rows, team_columns;
+    int stages, stage_bytes;
     int64 rows;
 
     __device__ Ring(char* base, BlockState& state, const BlockShare& share, int stages, int stage_bytes, int64 rows)
-        : base(base), base_address(shared_address(base)), full{shared_address(&state.full[0][share.team])},
-          done{shared_address(&state.done[0][share.team])}, stages(stages), stage_bytes(stage_bytes),
-          team_warps(share.team_warps), team_rows(share.team_rows), team_columns(share.team_columns), rows(rows) {
+        : share(share), base(base), base_address(shared_address(base)),
+          full{shared_address(&state.full[0][share.team])}, done{shared_address(&state.done[0][share.team])},
+          stages(stages), stage_bytes(stage_bytes), rows(rows) {
         asm volatile("" : "+r"(base_address), "+r"(full.address), "+r"(done.address));  // found here, once
     }
 
-    // One thread of each team makes its barriers and fills its places first.
-    __device__ static bool is_first_of_team() { return threadIdx.x % kTeamThreads == 0; }
-    __device__ void init() const {
-        for (int stage = 0; stage < stages; ++stage) {
-            full[stage * kMaxTeams].init(1);
-            done[stage * kMaxTeams].init(team_warps);
-        }
-    }
     __device__ char* place(int stage) const { return base + stage * stage_bytes; }
 
     // What the team reads of a step; 0 where it has no columns.
     __device__ int elements(int64 row) const {
-        return (rows - row < team_rows ? int(rows - row) : team_rows) * team_columns;
+        return (rows - row < share.groups ? int(rows - row) : share.groups) * share.team_columns;
     }
 
     template <class... Part> __device__ void fill(int stage, int64 row, const Part&... parts) const {
@@ -159,22 +148,27 @@ struct Ring {
         barrier.arrive_expecting((parts.copy_bytes(row, count) + ...));
         (parts.copy(base_address + stage * stage_bytes, row, count, barrier), ...);
     }
-    template <class... Part> __device__ void fill_first(const RowWalk& walk, const Part&... parts) const {
-        if (team_columns == 0) return;
-        for (int j = 0; j < minimum(stages, walk.count); ++j) fill(j, walk.row(j), parts...);
+    // First of all, by the first warp of each team: lane j makes the barriers of place j, and fills it with step j.
+    template <class... Part> __device__ void start(const RowWalk& walk, const Part&... parts) const {
+        const int j = threadIdx.x % kTeamThreads;
+        if (j >= stages) return;
+        full[j * kMaxTeams].init(1);
+        done[j * kMaxTeams].init(share.team_warps);
+        fence_barrier_init();
+        if (j < walk.count && share.team_columns) fill(j, walk.row(j), parts...);
     }
     // By every thread of a warp that is done with step j, at `place`.
     template <class... Part>
     __device__ void fill_again(const RingPlace& place, const RowWalk& walk, int j, const Part&... parts) const {
         __syncwarp();
-        const bool more = j + stages < walk.count && team_columns;
+        const bool more = j + stages < walk.count && share.team_columns;
         if (threadIdx.x % 32 == 0 && more && done[place.stage * kMaxTeams].arrive_last()) {
             fill(place.stage, walk.row(j + stages), parts...);
         }
     }
     // Whether there is anything to wait for.
     __device__ bool wait(const RingPlace& place) const {
-        if (kMaxTeams > 1 && team_columns == 0) return false;
+        if (kMaxTeams > 1 && share.team_columns == 0) return false;
         full[place.stage * kMaxTeams].wait(place.parity);
         return true;
     }
@@ -193,14 +187,16 @@ template <bool kBoth> struct SumExchange {
         asm volatile("" : "+r"(summed.address));
     }
 
-    __device__ void init() const {
-        if (entries == 1) return;
-        for (int slot = 0; slot < kSlots; ++slot) summed[slot].init(kClustered ? 1 : warps);
+    // By all threads of a group.
+    __device__ void start(int thread) const {
+        if (entries == 1 || thread >= kSlots) return;
+        summed[thread].init(kClustered ? 1 : warps);
+        fence_barrier_init();
     }
 
     // Over the lanes of the warp that belong to the group.
     __device__ void sum_in_warp(Sums<Compute>& sums) const {
-                // With many columns the branch stays: over it, the compiler does not keep them unpacked.
+        // With many columns the branch stays: over it, the compiler does not keep them unpacked.
         if ((kWholeWarps && !kManyColumns) || lanes == 32) sum_over_lanes<kBoth, 32>(sums);
         else sum_over_lanes<kBoth>(sums, lanes);
     }
@@ -242,12 +238,17 @@ template <bool kBoth> struct SumExchange {
     }
 };
 
-// Makes the barriers of a block or cluster, before the first step; they are there after barriers_ready().
-template <bool kBoth>
-__device__ void barriers_start(const BlockShare& share, const Ring& ring, const SumExchange<kBoth>& exchange) {
-    if (share.thread == 0) exchange.init();
-    if (ring.is_first_of_team()) ring.init();
-    if (share.thread == 0 || ring.is_first_of_team()) fence_barrier_init();
+// Asks for an array over columns before the rows are asked for, so that it does not wait behind them: at 25 MB w then came
+// 5 us later. Each block asks for its part.
+__device__ inline void prefetch_columns(const void* base, int code, int columns) {
+    if (kVector == 1 || threadIdx.x != 0 || !base) return;
+    const unsigned bytes = unsigned(columns) * (code == kFloat64 ? 8u : code == kFloat32 ? 4u : 2u);
+    const unsigned part = ((bytes >> (31 - __clz(gridDim.x))) + 255) / 128 * 128, first = blockIdx.x * part;
+    if (first < bytes) bulk_prefetch(static_cast<const char*>(base) + first, minimum(part, bytes - first));
+}
+
+// All barriers that the threads of a block, and of a cluster, have made are there for all of them.
+__device__ inline void barriers_made() {
     if constexpr (kClustered) cluster_arrive();
 }
 __device__ inline void barriers_ready() {

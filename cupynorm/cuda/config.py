@@ -50,11 +50,11 @@ SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 WORKSPACE_BYTES = 64 << 20
 ONE_WALKER_STEPS = 2  # so few steps take one block less time than several and their final reduction
 REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
-REDUCTION_BATCH = 8  # kReductionBatch
+REDUCTION_BATCH = 16  # kReductionBatch
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
 
-BACKWARD_ARGUMENTS = "12P4q9i4x"  # struct BackwardArguments in backward.cuh
-FORWARD_ARGUMENTS = "6P3qd7i4x"  # struct ForwardArguments in forward.cuh
+BACKWARD_ARGUMENTS = "12P4q10i"  # struct BackwardArguments in backward.cuh
+FORWARD_ARGUMENTS = "6P3qd8i"  # struct ForwardArguments in forward.cuh
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ELEMENT_CODES = {None: 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # enum ElementCode in element.cuh
@@ -221,7 +221,7 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
             continue
         per_thread, group = held
         block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
-        groups = max(1, block_threads // group) if cluster == 1 and contiguous else 1
+        groups = _groups(block_threads, group) if cluster == 1 and contiguous else 1
         threads = groups * group
         outer_bytes = _column_sums_bytes(problem, per_thread) * threads
         step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
@@ -293,6 +293,11 @@ def _staged_threads(x: str, slab: int, small: bool, choice: Choice, max_threads:
         elif (threads := _whole_warps(_divide_up(slab, preferred[0]))) <= max_threads:
             return preferred[0], threads
     return None
+
+
+def _groups(block_threads: int, group: int) -> int:
+    """Of a block; several only where a group has a power of two of threads, so that no thread need divide."""
+    return max(1, block_threads // group) if group & (group - 1) == 0 else 1
 
 
 def _blocks_to_try(most: int) -> tuple[int, ...]:
@@ -419,7 +424,7 @@ def _forward_staged(
         per_thread, group = held
         at_once = _forward_threads_at_once(problem.norm, name, vector > 1, per_thread, max_threads)
         block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
-        groups = max(1, block_threads // group) if cluster == 1 and contiguous else 1
+        groups = _groups(block_threads, group) if cluster == 1 and contiguous else 1
         threads = groups * group
         step_bytes = _part_bytes(name, vector > 1, groups * slab)
         static_bytes = _staged_static_bytes(name, max_threads, cluster)

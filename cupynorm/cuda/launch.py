@@ -80,6 +80,7 @@ class Backward:
                 choose.least_steps(config, problem.rows, walkers),
                 walkers,
                 choose.reduction_row_threads(config.threads, blocks, walkers, problem),
+                config.groups,
             )
             return arguments, _meetings.of_device[device_id]
 
@@ -160,6 +161,7 @@ class Forward:
                 config.slab_columns,
                 config.stages,
                 choose.least_steps(config, problem.rows, walkers),
+                config.groups,
             )
 
         self._launch = main.over(walkers * config.cluster)
