@@ -106,13 +106,13 @@ struct Weights {
     __device__ static constexpr int shared_bytes(int threads) { return kInShared * kWords * 16 * threads; }
 
     // Where the thread holds no column, w is 0, so that nothing read there reaches a sum.
-    __device__ void load(const BackwardArguments& a, const Columns& at, int first_column, void* shared_memory = nullptr) {
+    __device__ void load(const void* first_column, int code, const Columns& at, void* shared_memory = nullptr) {
         shared = static_cast<Compute*>(shared_memory);
-        load_vectors(own, 0, a, at, first_column);
+        load_vectors(own, 0, first_column, code, at);
 #pragma unroll
         for (int k = kOwn; k < kVectors; ++k) {
             Compute w[1][kVector];
-            load_vectors(w, k, a, at, first_column);
+            load_vectors(w, k, first_column, code, at);
 #pragma unroll
             for (int i = 0; i < kWords; ++i) {
                 Word word;
@@ -147,16 +147,15 @@ private:
     }
 
     template <int K>
-    __device__ static void load_vectors(Compute (&w)[K][kVector], int first_vector, const BackwardArguments& a,
-                                        const Columns& at, int first_column) {
+    __device__ static void load_vectors(Compute (&w)[K][kVector], int first_vector, const void* first_column, int code,
+                                        const Columns& at) {
 #pragma unroll
         for (int k = 0; k < K; ++k) {
 #pragma unroll
             for (int v = 0; v < kVector; ++v) w[k][v] = Compute(at.holds(first_vector + k));
         }
-        load_columns(w, a.w, a.w_code, [&](int k) {
-            return at.holds(first_vector + k) ? first_column + at.at(first_vector + k) : -1;
-        });
+        load_columns(w, first_column, code,
+                     [&](int k) { return at.holds(first_vector + k) ? at.at(first_vector + k) : -1; });
     }
 };
 
@@ -356,7 +355,7 @@ __device__ void finish_columns(const BackwardArguments& a, ColumnSums& sums, Fin
                                int group_threads, void* shared) {
     const Outlook outlook(a.meeting);
     if (a.dw_partials || a.db_partials) sums.write_partials(partial_row(), own, group_threads);
-    if (a.meeting) reduce_partials(a, outlook, shared);
+    if (a.meeting) reduce_partials<Compute>(a, outlook, shared);
 }
 
 // The first half of a row's work, for one vector: its share of the row's sums and of the columns' sums. Both take the

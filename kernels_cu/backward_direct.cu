@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
     ColumnSums column_sums(shared, threadIdx.x, blockDim.x);
     const auto partial_row = [&] { return PartialRow(a, blockIdx.x, 0); };
     Weights w;
-    w.load(a, own, 0);
+    w.load(a.w, a.w_code, own);
 
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
     struct Row {

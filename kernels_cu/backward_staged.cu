@@ -72,20 +72,23 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     char* const places = w_shared + Weights::shared_bytes(blockDim.x);
     const Ring ring(places, state, share, a.stages, x_part.part_bytes + dy_part.part_bytes, a.rows);
     const SumExchange<kLayerNorm> exchange(state, share, a.group_threads);
-    prefetch_columns(a.w, a.w_code, a.columns);
-    ring.start(walk, x_part, dy_part);
-    exchange.start(share.thread);
-    barriers_made();
-    if (a.meeting) a.meeting->start();
-
     const int64 first_row = walk.first + share.group;
     StatisticsAhead statistics;
     statistics.lanes = kManyColumns ? 1 : minimum(a.group_threads, 32);
     statistics.load_next(a, first_row, walk.step, 0);
+    const ColumnsAhead w_ahead(state, share, a.w, a.w_code, shared, ColumnSums::shared_bytes(blockDim.x));
+    ring.start(walk, x_part, dy_part);
+    exchange.start(share.thread);
+    barriers_made();
+    if (a.meeting) a.meeting->start();
+    barriers_ready();
+
     const Columns own(share.thread, a.group_threads, share.columns);
     Weights w;
-    w.load(a, own, share.first_column, w_shared);
-    barriers_ready();
+    w_ahead.wait();
+    w.load(w_ahead.source, a.w_code, own, w_shared);
+    ring.start_others(walk, x_part, dy_part);
+    __syncthreads();  // where w was copied to, the column sums' second level lies
 
     X* dx = a.dx + first_row * a.dx_row_stride + share.first_column + own.first;
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);

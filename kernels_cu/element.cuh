@@ -18,6 +18,8 @@ template <> struct ComputeOf<double> { using type = double; };
 // The element type of an array that is read or written once per column, chosen at run time.
 enum ElementCode : int { kNone = 0, kFloat16 = 1, kBfloat16 = 2, kFloat32 = 3, kFloat64 = 4 };
 
+__device__ constexpr int element_bytes(int code) { return code == kFloat64 ? 8 : code == kFloat32 ? 4 : 2; }
+
 __device__ constexpr int minimum(int a, int b) { return a < b ? a : b; }
 
 // --- widening: exact ------------------------------------------------------------------------------------------------

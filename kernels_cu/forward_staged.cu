@@ -144,8 +144,6 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const RingPart<X> x_part(a, share, a.x, a.x_row_stride, 0);
     const Ring ring(shared, state, share, a.stages, x_part.part_bytes, a.rows);
     const SumExchange<false> exchange(state, share, a.group_threads);
-    prefetch_columns(a.w, a.w_code, a.columns);
-    prefetch_columns(a.b, a.b_code, a.columns);
     ring.start(walk, x_part);
     exchange.start(share.thread);
     barriers_made();
@@ -157,6 +155,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     fill_columns(b, Compute(0));
     load_columns(w, a.w, a.w_code, own_column);
     load_columns(b, a.b, a.b_code, own_column);
+    ring.start_others(walk, x_part);
     barriers_ready();
 
     const int64 first_row = walk.first + share.group;

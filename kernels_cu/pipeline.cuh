@@ -59,11 +59,6 @@ __device__ inline void bulk_copy(SharedAddress target, const void* source, int b
         : "memory");
 }
 
-// Asks for `bytes` (a multiple of 16, as is the address) to come into the L2 cache.
-__device__ inline void bulk_prefetch(const void* source, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-}
-
 __device__ inline int cluster_rank() {
     int rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -71,7 +66,9 @@ __device__ inline int cluster_rank() {
 }
 
 // A barrier of all threads of all blocks of the cluster, in two steps; what comes before the first is seen after the
-// second. The first waits for this thread's loads, too: issue none that may wait before it.
+// second. The first waits for this thread's loads, too; the relaxed one does not, and announces no more than barriers that
+// were made.
+__device__ inline void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 

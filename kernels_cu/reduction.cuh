@@ -102,10 +102,41 @@ __device__ inline int log2_of(unsigned power) { return 31 - __clz(power); }
 constexpr int kReductionRun = 4;     // columns of a thread
 constexpr int kReductionBatch = 16;  // partial rows that it waits for together
 
+// A thread's partial rows of its columns, from row `first` on.
+template <class Arguments, class C>
+__device__ void add_partials(double (&sums)[kReductionRun], const Arguments& a, const C* partials, int first) {
+    const int64 stride = partial_row_stride(a.columns);
+    for (; first < a.partial_rows; first += kReductionBatch * a.row_threads) {
+        Packed<C, kReductionRun> packed[kReductionBatch];
+#pragma unroll
+        for (int i = 0; i < kReductionBatch; ++i) {
+            const int row = first + i * a.row_threads;
+            packed[i] = {};
+            if (row < a.partial_rows) packed[i].load(partials + row * stride);
+        }
+#pragma unroll
+        for (int i = 0; i < kReductionBatch; ++i) {
+            double values[kReductionRun];
+            packed[i].unpack(values);
+#pragma unroll
+            for (int j = 0; j < kReductionRun; ++j) sums[j] += values[j];
+        }
+    }
+}
+
+// The partial rows and the result of one output: of db after those of dw, where both are wanted.
+template <class C> struct Output {
+    const C* partials;
+    void* target;
+
+    template <class Arguments>
+    __device__ Output(const Arguments& a, bool second)
+        : partials(a.dw && !second ? a.dw_partials : a.db_partials), target(a.dw && !second ? a.dw : a.db) {}
+};
+
 // One slice: columns from `first_column` on, as many as the block's threads take. `scratch` has room for 32 bytes a thread.
 template <class Arguments, class C>
-__device__ void reduce_slice(const Arguments& a, const C* partials, void* target, int first_column, int threads,
-                             double* scratch) {
+__device__ void reduce_slice(const Arguments& a, const Output<C>& output, int first_column, int threads, double* scratch) {
     // All of these are powers of two: shifts and masks, not divisions.
     const int column_threads = threads >> log2_of(a.row_threads), slice_columns = column_threads * kReductionRun;
     const int row_thread = threadIdx.x >> log2_of(column_threads);
@@ -113,25 +144,7 @@ __device__ void reduce_slice(const Arguments& a, const C* partials, void* target
     const int lane_rows = column_threads < 32 ? 32 >> log2_of(column_threads) : 1;  // of which one goes on
     if (threadIdx.x < threads) {
         double sums[kReductionRun] = {};
-        if (first_column + own < a.columns) {
-            const int64 stride = partial_row_stride(a.columns);
-            for (int first = row_thread; first < a.partial_rows; first += kReductionBatch * a.row_threads) {
-                Packed<C, kReductionRun> packed[kReductionBatch];
-#pragma unroll
-                for (int i = 0; i < kReductionBatch; ++i) {
-                    const int row = first + i * a.row_threads;
-                    packed[i] = {};
-                    if (row < a.partial_rows) packed[i].load(partials + row * stride + first_column + own);
-                }
-#pragma unroll
-                for (int i = 0; i < kReductionBatch; ++i) {
-                    double values[kReductionRun];
-                    packed[i].unpack(values);
-#pragma unroll
-                    for (int j = 0; j < kReductionRun; ++j) sums[j] += values[j];
-                }
-            }
-        }
+        if (first_column + own < a.columns) add_partials(sums, a, output.partials + first_column + own, row_thread);
         for (int distance = 16; distance >= column_threads; distance /= 2) {
 #pragma unroll
             for (int j = 0; j < kReductionRun; ++j) sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], distance);
@@ -148,21 +161,35 @@ __device__ void reduce_slice(const Arguments& a, const C* partials, void* target
         double sum = scratch[column];
 #pragma unroll 4
         for (int i = 1; i < a.row_threads >> log2_of(lane_rows); ++i) sum += scratch[i * slice_columns + column];
-        store_element(target, a.dw_code, first_column + column, sum);
+        store_element(output.target, a.dw_code, first_column + column, sum);
     }
     __syncthreads();
 }
 
 // By all threads of all blocks, at the end: `shared` has 32 bytes for each thread, of which nothing is needed any more.
-template <class Arguments> __device__ void reduce_partials(const Arguments& a, const Outlook& outlook, void* shared) {
+template <class C, class Arguments>
+__device__ void reduce_partials(const Arguments& a, const Outlook& outlook, void* shared) {
     const Crew crew = meet(*a.meeting, outlook);
     if (crew.size == 0) return;
-    const int threads = 1 << log2_of(blockDim.x);  // a power of two of them
-    const int slice_columns = (threads >> log2_of(a.row_threads)) * kReductionRun;
-    const int slices = (a.columns + slice_columns - 1) >> log2_of(slice_columns);
-    for (int i = crew.rank; i < slices * (a.dw && a.db ? 2 : 1); i += crew.size) {
-        const bool of_db = !a.dw || i >= slices;
-        reduce_slice(a, of_db ? a.db_partials : a.dw_partials, of_db ? a.db : a.dw,
-                     (i < slices ? i : i - slices) * slice_columns, threads, static_cast<double*>(shared));
+    const int outputs = a.dw && a.db ? 2 : 1;
+    if (a.row_threads == 1) {  // each thread for itself
+        const int runs = (a.columns + kReductionRun - 1) / kReductionRun;
+        for (int i = crew.rank * blockDim.x + threadIdx.x; i < runs * outputs; i += crew.size * blockDim.x) {
+            const Output<C> output(a, i >= runs);
+            const int first_column = (i < runs ? i : i - runs) * kReductionRun;
+            double sums[kReductionRun] = {};
+            add_partials(sums, a, output.partials + first_column, 0);
+            for (int j = 0; j < minimum(kReductionRun, a.columns - first_column); ++j) {
+                store_element(output.target, a.dw_code, first_column + j, sums[j]);
+            }
+        }
+    } else {
+        const int threads = 1 << log2_of(blockDim.x);  // a power of two of them
+        const int slice_columns = (threads >> log2_of(a.row_threads)) * kReductionRun;
+        const int slices = (a.columns + slice_columns - 1) >> log2_of(slice_columns);
+        for (int i = crew.rank; i < slices * outputs; i += crew.size) {
+            const Output<C> output(a, i >= slices);
+            reduce_slice(a, output, (i < slices ? i : i - slices) * slice_columns, threads, static_cast<double*>(shared));
+        }
     }
 }

@@ -57,6 +57,7 @@ struct BlockState {
     Barrier::State done[kMaxStages][kMaxTeams];  // all its warps are done with it
     Barrier::State summed[kMaxWarps][kSlots];  // all warps of a group, in all blocks of the cluster, have posted a row's sums
     Sums<Compute> sums[kMaxWarps][kSlots * kCluster];
+    Barrier::State columns_there;
 };
 
 // The steps of one block: `groups` consecutive rows each, of which these are the first. The host divides the rows.
@@ -148,14 +149,20 @@ struct Ring {
         barrier.arrive_expecting((parts.copy_bytes(row, count) + ...));
         (parts.copy(base_address + stage * stage_bytes, row, count, barrier), ...);
     }
-    // First of all, by the first warp of each team: lane j makes the barriers of place j, and fills it with step j.
+    // By the first warp of each team: lane j makes the barriers of place j, and fills it with step j. The first step is
+    // asked for first of all, the others when it is well on its way: of what all blocks ask for at once, no part is there
+    // much before the rest.
     template <class... Part> __device__ void start(const RowWalk& walk, const Part&... parts) const {
         const int j = threadIdx.x % kTeamThreads;
         if (j >= stages) return;
         full[j * kMaxTeams].init(1);
         done[j * kMaxTeams].init(share.team_warps);
         fence_barrier_init();
-        if (j < walk.count && share.team_columns) fill(j, walk.row(j), parts...);
+        if (j == 0 && share.team_columns) fill(0, walk.row(0), parts...);
+    }
+    template <class... Part> __device__ void start_others(const RowWalk& walk, const Part&... parts) const {
+        const int j = threadIdx.x % kTeamThreads;
+        if (0 < j && j < minimum(stages, walk.count) && share.team_columns) fill(j, walk.row(j), parts...);
     }
     // By every thread of a warp that is done with step j, at `place`.
     template <class... Part>
@@ -238,18 +245,36 @@ template <bool kBoth> struct SumExchange {
     }
 };
 
-// Asks for an array over columns before the rows are asked for, so that it does not wait behind them: at 25 MB w then came
-// 5 us later. Each block asks for its part.
-__device__ inline void prefetch_columns(const void* base, int code, int columns) {
-    if (kVector == 1 || threadIdx.x != 0 || !base) return;
-    const unsigned bytes = unsigned(columns) * (code == kFloat64 ? 8u : code == kFloat32 ? 4u : 2u);
-    const unsigned part = ((bytes >> (31 - __clz(gridDim.x))) + 255) / 128 * 128, first = blockIdx.x * part;
-    if (first < bytes) bulk_prefetch(static_cast<const char*>(base) + first, minimum(part, bytes - first));
-}
+// A block's columns of an array over columns, copied to `place` where they fit and are aligned. To be asked for before the
+// rows: loads that came behind them, also of what was in the L2 cache by then, waited 4 us longer at 25 MB.
+struct ColumnsAhead {
+    Barrier there;
+    const void* source;  // the block's first column, once wait() has returned
+    bool copied;
+
+    __device__ ColumnsAhead(BlockState& state, const BlockShare& share, const void* base, int code, void* place,
+                            int place_bytes)
+        : there{shared_address(&state.columns_there)},
+          source(static_cast<const char*>(base) + share.first_column * element_bytes(code)) {
+        const int bytes = share.columns * element_bytes(code);
+        copied = base && bytes <= place_bytes && (unsigned(reinterpret_cast<unsigned long long>(source)) | bytes) % 16 == 0;
+        if (!copied) return;
+        if (threadIdx.x == 0) {
+            there.init(1);
+            fence_barrier_init();
+            there.arrive_expecting(bytes);
+            bulk_copy(shared_address(place), source, bytes, there);
+        }
+        source = place;
+    }
+    __device__ void wait() const {
+        if (copied) there.wait(0);
+    }
+};
 
 // All barriers that the threads of a block, and of a cluster, have made are there for all of them.
 __device__ inline void barriers_made() {
-    if constexpr (kClustered) cluster_arrive();
+    if constexpr (kClustered) cluster_arrive_relaxed();
 }
 __device__ inline void barriers_ready() {
     if constexpr (kClustered) cluster_wait();

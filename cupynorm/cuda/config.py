@@ -48,7 +48,7 @@ SPLIT_THREADS = 256
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 WORKSPACE_BYTES = 64 << 20
-ONE_WALKER_STEPS = 2  # so few steps take one block less time than several and their final reduction
+ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction
 REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
 REDUCTION_BATCH = 16  # kReductionBatch
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
@@ -375,7 +375,8 @@ def reduction_row_threads(threads: int, blocks: int, partial_rows: int, problem:
 
     def waits(row_threads: int) -> int:
         slices = outputs * _divide_up(problem.columns, threads // row_threads * REDUCTION_RUN)
-        return _divide_up(slices, blocks) * (1 + _divide_up(partial_rows, row_threads * REDUCTION_BATCH))
+        batches = _divide_up(partial_rows, row_threads * REDUCTION_BATCH)
+        return _divide_up(slices, blocks) * (batches + (row_threads > 1))
 
     return min((1 << power for power in range(threads.bit_length() - 1)), key=waits)
 
