@@ -21,6 +21,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -327,9 +328,14 @@ class CudaWorkspace(_Measured):
         def mib(cupy: Any, op: str, shape: str) -> Figures:
             arguments, out = inputs_and_outputs(op, shape, "bfloat16", cupy)
             pool = cupy.cuda.MemoryPool()
-            with cupy.cuda.using_allocator(pool.malloc):
-                getattr(cupynorm, op)(**arguments, out=out)
-                cupy.cuda.get_current_stream().synchronize()
+
+            def call() -> None:
+                with cupy.cuda.using_allocator(pool.malloc):
+                    getattr(cupynorm, op)(**arguments, out=out)
+                    cupy.cuda.get_current_stream().synchronize()
+
+            with ThreadPoolExecutor(1) as first_call:  # a thread keeps workspace from call to call
+                first_call.submit(call).result()
             return {"MiB": rounded(pool.total_bytes() / 2**20)}
 
         return on_cuda(self.params, mib)

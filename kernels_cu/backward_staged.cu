@@ -6,9 +6,13 @@
 // work.
 //
 // In registers: this thread's w, dw and db. In shared memory: the ring, the second level of dw and db, four slots of
-// sums per group. To memory: x, dy and dx once; one partial row of dw and db for each block or cluster. Orders of sums: a
-// row over a thread's columns, over its lanes by a butterfly, over its warps and blocks likewise; a column over 16
-// rows, over these in turn, over the block's groups.
+// sums per group. To memory: x, dy and dx once; one partial row of dw and db for each block or cluster, which the blocks
+// together add up in the end (reduction.cuh). Orders of sums: a row over a thread's columns, over its lanes by a butterfly,
+// over its warps and blocks likewise; a column over 16 rows (64 where a thread has many columns), over these in turn, over
+// the block's groups.
+//
+// A kernel starts with nothing in the instruction caches: what stands before the first copies is short, and what is waited
+// for is asked for in the order in which it is needed.
 #include "backward.cuh"
 #include "staged.cuh"
 

@@ -246,7 +246,7 @@ template <bool kBoth> struct SumExchange {
 };
 
 // A block's columns of an array over columns, copied to `place` where they fit and are aligned. To be asked for before the
-// rows: loads that came behind them, also of what was in the L2 cache by then, waited 4 us longer at 25 MB.
+// rows: loads behind them came 4 us later at 25 MB, also where the array had been prefetched into the L2 cache.
 struct ColumnsAhead {
     Barrier there;
     const void* source;  // the block's first column, once wait() has returned

@@ -74,7 +74,7 @@ class FakeDevice:
         monkeypatch.setattr(self.cupy.cuda.driver, "launchKernel", self._launch)
         monkeypatch.setattr(driver, "_library", lambda: self)
         monkeypatch.setattr(launch, "kernel", self._kernel)
-        monkeypatch.setattr(launch, "_meetings", launch._ThreadMeetings())
+        monkeypatch.setattr(launch, "_kept", launch._KeptMemory())
         monkeypatch.setattr(launch, "_alloc", lambda size: self._allocate("pool", size))
         monkeypatch.setattr(launch, "_malloc_async", lambda size: self._allocate("graph", size))
         monkeypatch.setattr(launch, "_current_stream", lambda: self.stream)

@@ -101,7 +101,7 @@ def test_partials_stay_within_the_workspace(device, x):
     for columns in COLUMNS:
         problem = backward(columns, x, x, rows=1 << 24)
         chosen = config.backward_config(problem, True, device)
-        walkers = config.partial_rows(chosen, problem, blocks_at_once=2048 // chosen.cluster)
+        walkers = config.partial_rows(chosen, problem, 2048 // chosen.cluster, device)
         assert walkers >= 1
         if walkers > 1:
             assert walkers * columns * 2 * config.compute_itemsize(x) <= config.WORKSPACE_BYTES
@@ -111,7 +111,7 @@ def test_no_more_walkers_than_rows(device):
     for rows in (1, 2, 7, 131, 132, 133):
         problem = backward(4096, "bfloat16", "bfloat16", rows=rows)
         chosen = config.backward_config(problem, True, device)
-        walkers = config.partial_rows(chosen, problem, blocks_at_once=1000)
+        walkers = config.partial_rows(chosen, problem, 1000, device)
         assert (walkers - 1) * chosen.groups < rows
 
 

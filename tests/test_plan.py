@@ -16,6 +16,7 @@ from helpers import DTYPES, NORMS
 
 import cupynorm
 from cupynorm import dispatch, dlpack, problem
+from cupynorm.cuda import config
 
 ROWS, COLUMNS = 48, 1024
 Call = dict[str, Any]
@@ -155,7 +156,7 @@ def test_given_results_come_back_and_others_are_made(device: FakeDevice) -> None
         device.allocated.clear()
         results = backward("layernorm", call_of(device, "layernorm", out=out))
         assert [result is array for result, array in zip(results, out, strict=True)] == list(given)
-        assert [by for by, _ in device.allocated] == ["result"] * (3 - sum(given)) + ["pool"]
+        assert [by for by, _ in device.allocated] == ["result"] * (3 - sum(given))
 
 
 def test_what_no_one_wants_is_neither_made_nor_written(device: FakeDevice) -> None:
@@ -167,7 +168,7 @@ def test_what_no_one_wants_is_neither_made_nor_written(device: FakeDevice) -> No
         assert tuple(result is not None for result in results) == mask
         kernels = [launch.kernel for launch in device.launched]
         assert len(kernels) == any(mask)
-        assert [by for by, _ in device.allocated] == ["result"] * sum(mask) + ["pool"] * any(mask[1:])
+        assert [by for by, _ in device.allocated] == ["result"] * sum(mask)
         if any(mask):
             dx, dw_partials, db_partials, _, dw, db, meeting = device.launched[0].fields()[5:12]
             assert (bool(dx), bool(dw_partials), bool(db_partials)) == mask
@@ -192,13 +193,13 @@ def test_a_captured_stream_gets_workspace_of_its_own(device: FakeDevice) -> None
     backward("rmsnorm", call_of(device, "rmsnorm", out=results_of(device)))
     device.stream = FakeStream(7)
     meetings: dict[bool, set[int]] = {False: set(), True: set()}
-    for capturing, allocated in ((False, ["pool"] * 2), (True, ["graph"] * 2), (True, ["graph"] * 2), (False, ["pool"])):
+    for capturing, allocated in ((False, ["pool"]), (True, ["graph"]), (True, ["graph"]), (False, [])):
         device.stream.capturing = capturing
         device.allocated.clear()
         device.zeroed.clear()
         backward("rmsnorm", call_of(device, "rmsnorm", out=results_of(device)))
         assert [by for by, _ in device.allocated] == allocated
-        assert [address for address, _ in device.zeroed] == [meeting_of(device.launched[-1])] * (len(allocated) - 1)
+        assert [address for address, _ in device.zeroed] == [meeting_of(device.launched[-1])] * len(allocated)
         meetings[capturing].add(meeting_of(device.launched[-1]))
     assert len(meetings[False]) == 1
     assert not meetings[False] & meetings[True]
@@ -219,14 +220,32 @@ def test_where_blocks_meet(device: FakeDevice) -> None:
     assert sorted(address for address, _ in device.zeroed) == sorted(place for _, place in places)
 
 
-def test_a_launch_of_more_blocks_meets_in_a_larger_place(device: FakeDevice) -> None:
+def test_kept_workspace_grows(device: FakeDevice) -> None:
+    """The largest call's workspace serves the smaller ones; where blocks meet, nothing else ever lies."""
     for rows in (64, 4000, 64):
         backward("rmsnorm", call_of(device, "rmsnorm", rows=rows))
     small, large, again = (meeting_of(launch) for launch in device.launched)
     assert small != large == again
-    assert [address for address, _ in device.zeroed] == [small, large]
-    blocks = device.launched[1].grid[0]
-    assert device.zeroed[1] == (large, 8 * (3 + blocks))
+    assert device.zeroed == [(place, config.KEPT_MEETING_BYTES) for place in (small, large)]
+    for launch in device.launched:
+        assert config.meeting_bytes(launch.grid[0]) <= config.KEPT_MEETING_BYTES
+        assert min(launch.fields()[6:8]) >= meeting_of(launch) + config.KEPT_MEETING_BYTES
+
+
+def test_a_large_workspace_is_not_kept(device: FakeDevice) -> None:
+    from cupynorm.cuda import launch
+
+    kept: dict[int, Any] = {}
+    for meeting_bytes, size in ((64, config.KEPT_BYTES), (config.KEPT_MEETING_BYTES + 8, 512), (0, config.KEPT_BYTES)):
+        workspace = launch._Workspace(meeting_bytes, size)
+        device.zeroed.clear()
+        memory = workspace.take(device.stream, kept)
+        assert not kept
+        assert device.zeroed == ([(memory.ptr, meeting_bytes)] if meeting_bytes else [])
+        meeting, part = workspace.parts(memory)
+        assert (meeting, part) == (memory.ptr if meeting_bytes else 0, memory.ptr + device.allocated[-1][1] - size)
+    assert launch._Workspace(0, 0).take(device.stream, kept) is None
+    assert launch._Workspace(64, 512).take(device.stream, kept) is kept[device.stream.ptr]
 
 
 def test_each_device_has_its_own_plan_and_is_made_current(device: FakeDevice) -> None:

@@ -21,11 +21,12 @@ CLUSTERS = (1, 2, 4, 8, 16)
 # Steps of a ring: the one at work, the next (its sums are needed early), and at least one on its way. More bytes in
 # flight than these on a multiprocessor lose: under the load some multiprocessors get ahead, by up to 15% at 160 KB, and
 # in the end wait for the others. RMSNorm, 1 GB, main kernel: N=4096 247 us with 96 KB, 255 with 128 KB; N=65536, where
-# blocks wait for each other across multiprocessors, 255 us with 96 KB, 244 with 128 KB, 247 with 160 KB.
+# blocks wait for each other across multiprocessors, 255 us with 96 KB, 244 with 128 KB, 247 with 160 KB. LayerNorm, which
+# takes longer over a row, gains from 112 KB where that makes four stages of three: at N=7168 247 us, 260 before.
 STAGED_LEAST_STAGES = 3
 STAGED_MOST_TEAMS = 2  # kMaxTeams
 STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
-STAGED_RING_BYTES = 96 << 10
+STAGED_RING_BYTES = {"rmsnorm": 96 << 10, "layernorm": 112 << 10}
 STAGED_LARGE_CLUSTER_RING_BYTES = 128 << 10
 STAGED_BLOCKS = 2  # on a multiprocessor, of threads that hold 4096 columns or so, where rows leave the choice
 # Columns a thread where a row takes whole warps, by type of the arithmetic. Several, so that rows of any length fill
@@ -46,8 +47,11 @@ FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 FORWARD_COLUMNS_PER_THREAD = {"rmsnorm": (24, 32, 40), "layernorm": (24, 32, 40, 48, 64)}
 SPLIT_THREADS = 256
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
+FEW_ROWS = 4  # for a walker: one on a multiprocessor then beats two (LayerNorm, 1017x4096: 19.7 us, 21.0 with two)
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 WORKSPACE_BYTES = 64 << 20
+KEPT_BYTES = 16 << 20  # of workspace, for each stream; a call that needs more allocates it anew
+KEPT_MEETING_BYTES = 64 << 10  # of these, for the meetings of up to 8000 blocks
 ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction
 REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
 REDUCTION_BATCH = 16  # kReductionBatch
@@ -225,7 +229,7 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         threads = groups * group
         outer_bytes = _column_sums_bytes(problem, per_thread) * threads
         step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
-        ring_bytes = STAGED_RING_BYTES if cluster < 8 else STAGED_LARGE_CLUSTER_RING_BYTES
+        ring_bytes = STAGED_RING_BYTES[problem.norm] if cluster < 8 else STAGED_LARGE_CLUSTER_RING_BYTES
         for blocks in _blocks_to_try(STAGED_BLOCKS * block_threads // threads):
             room = device.shared_bytes // blocks - _staged_static_bytes(name, max_threads, cluster) - outer_bytes
             stages = min(room // step_bytes, STAGED_MOST_STAGES)
@@ -309,6 +313,7 @@ def _staged_static_bytes(x_name: str, max_threads: int, cluster: int) -> int:
     """What a block takes beside its dynamic shared memory: the system's kilobyte and BlockState."""
     return (
         1024
+        + 16
         + 16 * STAGED_MOST_STAGES * STAGED_MOST_TEAMS
         + max_threads // WARP * (32 + 8 * cluster * compute_itemsize(x_name))
     )
@@ -319,12 +324,14 @@ def _lanes(columns: int, per_thread: int) -> int:
     return _power_of_two_at_least(_divide_up(columns, per_thread), WARP)
 
 
-def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: int) -> int:
+def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> int:
     """How many row walkers (blocks, clusters, or blocks of one slab) run, each with a partial row of dw and db.
 
     `blocks_at_once` is how many blocks (clusters) the device holds at the same time.
     """
     walkers = _divide_up(blocks_at_once, config.slabs) if config.route == "split" else blocks_at_once
+    if problem.rows <= FEW_ROWS * walkers:
+        walkers = min(walkers, device.multiprocessors)
     bytes_a_row = problem.columns * compute_itemsize(problem.x_dtype.name) * (2 if problem.want_db else 1)
     steps = _divide_up(problem.rows, config.groups)
     walkers = min(walkers, max(1, WORKSPACE_BYTES // 2 // bytes_a_row), 1 if steps <= ONE_WALKER_STEPS else steps)

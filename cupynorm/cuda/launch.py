@@ -42,7 +42,7 @@ class Backward:
         config = choose.backward_config(problem, _is_aligned(problem, offset), device)
         split = config.route == "split"
         main = _backward_launch(config, "backward_split_apply" if split else f"backward_{config.route}")
-        walkers = choose.partial_rows(config, problem, _walkers_at_once(main, config.cluster, device))
+        walkers = choose.partial_rows(config, problem, _walkers_at_once(main, config.cluster, device), device)
 
         grid = (config.slabs, walkers) if split else (walkers * config.cluster, 1)
         blocks = grid[0] * grid[1]
@@ -50,21 +50,22 @@ class Backward:
         # A single partial row is the sum.
         one_row = walkers == 1 and sums_offset == 0 and problem.parameter_dtype == problem.compute_dtype
         reduces = (problem.want_dw or problem.want_db) and not one_row
-        self._meeting_bytes = choose.meeting_bytes(blocks) if reduces else 0
         itemsize = problem.compute_dtype.itemsize
         partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize if reduces else 0
         self._workspace = _Workspace(
+            choose.meeting_bytes(blocks) if reduces else 0,
             partials_bytes if problem.want_dw else 0,
             partials_bytes if problem.want_db else 0,
             problem.rows * config.slabs * 2 * itemsize if split and problem.want_dx else 0,
         )
+        self._one_row = one_row
 
         launches = [main.over(*grid)]
         if split and problem.want_dx:
             sums_walkers = choose.sums_walkers(config, problem, device)
             launches.insert(0, _backward_launch(config, "backward_split_sums").over(config.slabs, sums_walkers))
 
-        def make_arguments() -> tuple[Arguments, _Meetings]:
+        def make_arguments() -> tuple[Arguments, _Kept]:
             arguments = Arguments(
                 choose.BACKWARD_ARGUMENTS,
                 problem.rows,
@@ -82,7 +83,7 @@ class Backward:
                 choose.reduction_row_threads(config.threads, blocks, walkers, problem),
                 config.groups,
             )
-            return arguments, _meetings.of_device[device_id]
+            return arguments, _kept.on_device[device_id]
 
         self._launches = launches
         self._thread = PerThread(make_arguments)
@@ -98,33 +99,15 @@ class Backward:
                     size = self.problem.columns * self.problem.parameter_dtype.itemsize
                     cupy.cuda.runtime.memsetAsync(address, 0, size, stream.ptr)
             return
-        arguments, meetings = self._thread.own
-        capturing = is_capturing(stream)
-        memory = self._workspace.allocate(capturing)
-        dw_partials, db_partials, sums = self._workspace.parts(memory)
-        if self._meeting_bytes:
-            meeting = self._meeting(stream, capturing, meetings)
-            arguments.fill(x, dy, w, mean, rstd, dx, dw_partials, db_partials, sums, dw, db, meeting.ptr)
-        else:
+        arguments, kept = self._thread.own
+        memory = self._workspace.take(stream, kept)
+        meeting, dw_partials, db_partials, sums = self._workspace.parts(memory)
+        if self._one_row:
             arguments.fill(x, dy, w, mean, rstd, dx, dw, db, sums, 0, 0, 0)
+        else:
+            arguments.fill(x, dy, w, mean, rstd, dx, dw_partials, db_partials, sums, dw, db, meeting)
         for launch in self._launches:
             launch(stream.ptr, arguments.address, 0)
-
-    def _meeting(self, stream: Any, capturing: bool, meetings: _Meetings) -> Any:
-        """Memory for struct Meeting of reduction.cuh, ready for the stream's next launch.
-
-        Launches on one stream follow one another, and leave it as the next one wants it. A graph, which may be launched
-        on any stream, has one of its own, cleared on each launch.
-        """
-        if not capturing:
-            size, memory = meetings.get(stream.ptr, (0, None))
-            if size >= self._meeting_bytes:
-                return memory
-        memory = (_malloc_async if capturing else _alloc)(self._meeting_bytes)
-        cupy.cuda.runtime.memsetAsync(memory.ptr, 0, self._meeting_bytes, stream.ptr)
-        if not capturing:
-            meetings[stream.ptr] = self._meeting_bytes, memory
-        return memory
 
 
 class Forward:
@@ -177,40 +160,61 @@ class Forward:
         self._launch(_current_stream().ptr, arguments.address, 0)
 
 
-_Meetings = dict[int, tuple[int, Any]]  # of each stream, by its pointer: bytes, memory
+_Kept = dict[int, Any]  # the memory that is kept for each stream, by its pointer
 
 
-class _ThreadMeetings(threading.local):
+class _KeptMemory(threading.local):
     """Of each thread, because two may use a stream by the same pointer."""
 
     def __init__(self) -> None:
-        self.of_device: defaultdict[int, _Meetings] = defaultdict(dict)
+        self.on_device: defaultdict[int, _Kept] = defaultdict(dict)
 
 
-_meetings = _ThreadMeetings()
+_kept = _KeptMemory()
 
 
 class _Workspace:
-    """Memory that a call needs until its last kernel is done: one allocation, in parts of the given sizes."""
+    """Memory that the kernels of a call need: a Meeting (reduction.cuh), and behind it parts of the given sizes.
 
-    def __init__(self, *sizes: int) -> None:
-        whole = [-(-size // _PART_BYTES) * _PART_BYTES for size in sizes]
-        self._bytes = sum(whole)
-        starts = accumulate(whole, initial=0)
-        self._starts = [start if size else None for start, size in zip(starts, sizes, strict=False)]
+    A stream's launches follow one another, so all of its calls use the same memory, which is kept: to allocate it takes
+    the host as long as the half of a launch. A graph, which may be launched on any stream, has its own, and so has a call
+    that needs more than KEPT_BYTES.
+    """
 
-    def allocate(self, capturing: bool) -> Any:
-        """The memory, or None where none is needed.
+    def __init__(self, meeting_bytes: int, *sizes: int) -> None:
+        self._meeting_bytes = meeting_bytes
+        # Where all meetings lie, nothing else ever does: it would look like what blocks write there.
+        meeting_end = max(choose.KEPT_MEETING_BYTES, meeting_bytes)
+        whole = [-(-size // _PART_BYTES) * _PART_BYTES for size in (meeting_end, *sizes)]
+        starts = list(accumulate(whole, initial=0))
+        self._starts = [start if size else None for start, size in zip(starts, (meeting_bytes, *sizes), strict=False)]
+        self._bytes = starts[-1] if any((meeting_bytes, *sizes)) else 0
+        self._keeps = meeting_bytes <= choose.KEPT_MEETING_BYTES and self._bytes <= choose.KEPT_BYTES
 
-        CuPy's pool may hand it to others as soon as it is let go: what they do comes later on this stream. Not so while
-        the stream is captured into a graph, to which the memory must belong then.
-        """
+    def take(self, stream: Any, kept: _Kept) -> Any:
+        """The memory, or None where none is needed."""
         if not self._bytes:
             return None
-        return (_malloc_async if capturing else _alloc)(self._bytes)
+        if is_capturing(stream):
+            return self._new(_malloc_async, self._bytes, self._meeting_bytes, stream)
+        if not self._keeps:
+            return self._new(_alloc, self._bytes, self._meeting_bytes, stream)
+        memory = kept.get(stream.ptr)
+        if memory is None or memory.mem.size < self._bytes:
+            kept.pop(stream.ptr, None)
+            memory = self._new(_alloc, self._bytes, choose.KEPT_MEETING_BYTES, stream)
+            kept[stream.ptr] = memory
+        return memory
+
+    @staticmethod
+    def _new(allocate: Any, size: int, meeting_bytes: int, stream: Any) -> Any:
+        memory = allocate(size)
+        if meeting_bytes:
+            cupy.cuda.runtime.memsetAsync(memory.ptr, 0, meeting_bytes, stream.ptr)
+        return memory
 
     def parts(self, memory: Any) -> list[int]:
-        """The address of each part, 0 for one of no size."""
+        """The addresses of the meeting and of each part, 0 for one of no size."""
         if memory is None:
             return [0] * len(self._starts)
         base = memory.ptr
