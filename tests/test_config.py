@@ -116,7 +116,7 @@ def test_no_more_walkers_than_rows(device):
 
 
 def test_the_final_reduction_is_shared_out():
-    """What one block waits for: few slices, few partial rows of each; and whole warps, four columns a thread at least."""
+    """What one block waits for: few slices, few partial rows of each; and two threads' columns in a slice at least."""
     for threads, blocks, rows, columns, norm in (
         (128, 264, 264, 4096, "rmsnorm"),
         (128, 264, 264, 4096, "layernorm"),

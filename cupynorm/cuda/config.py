@@ -21,8 +21,8 @@ CLUSTERS = (1, 2, 4, 8, 16)
 # Steps of a ring: the one at work, the next (its sums are needed early), and at least one on its way. More bytes in
 # flight than these on a multiprocessor lose: under the load some multiprocessors get ahead, by up to 15% at 160 KB, and
 # in the end wait for the others. RMSNorm, 1 GB, main kernel: N=4096 247 us with 96 KB, 255 with 128 KB; N=65536, where
-# blocks wait for each other across multiprocessors, 255 us with 96 KB, 244 with 128 KB, 247 with 160 KB. LayerNorm, which
-# takes longer over a row, gains from 112 KB where that makes four stages of three: at N=7168 247 us, 260 before.
+# blocks wait for each other across multiprocessors, 255 us with 96 KB, 244 with 128 KB, 247 with 160 KB. LayerNorm,
+# slower over a row, gains where 112 KB make four stages of three: N=7168, the whole call 260 us with three, 247 with four.
 STAGED_LEAST_STAGES = 3
 STAGED_MOST_TEAMS = 2  # kMaxTeams
 STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
@@ -50,8 +50,8 @@ DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct rout
 FEW_ROWS = 4  # for a walker: one on a multiprocessor then beats two (LayerNorm, 1017x4096: 19.7 us, 21.0 with two)
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 WORKSPACE_BYTES = 64 << 20
-KEPT_BYTES = 16 << 20  # of workspace, for each stream; a call that needs more allocates it anew
-KEPT_MEETING_BYTES = 64 << 10  # of these, for the meetings of up to 8000 blocks
+KEPT_BYTES = 16 << 20  # of workspace, for each stream; a call that needs more allocates its own
+KEPT_MEETING_BYTES = 64 << 10  # of these, for meetings of up to 8000 blocks
 ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction
 REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
 REDUCTION_BATCH = 16  # kReductionBatch
@@ -149,7 +149,7 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
     """Choose the backward kernels; `aligned` says that every row of x, dy and dx starts at a multiple of 16 bytes."""
     x, dy = problem.x_dtype.name, _name(problem.dy_dtype)
     vector = vector_width(x, dy) if aligned and problem.columns % vector_width(x, dy) == 0 else 1
-    definitions = _backward_definitions(problem.norm, x, dy, _sums_db(problem), vector > 1, _reserved_of(problem), problem.accumulate)
+    definitions = _backward_definitions(problem.norm, x, dy, _sums_db(problem), vector > 1, _reserved_of(problem))
     per_thread = columns_per_thread(x)
     outer_bytes = _column_sums_bytes(problem, per_thread)
 
@@ -363,7 +363,7 @@ def sums_walkers(config: BackwardConfig, problem: NormProblem, device: Device) -
 
 
 def partial_row_stride(columns: int) -> int:
-    """Elements from one partial row to the next: partial_row_stride of partials.cuh."""
+    """Elements from one partial row to the next: partial_row_stride of reduction.cuh."""
     return _divide_up(columns, 4) * 4
 
 
@@ -516,27 +516,24 @@ def _staged_definitions(per_thread: int, cluster: int) -> tuple[str, str]:
     return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}"
 
 
-def _reserved(weight_offset: bool = False, per_head: bool = False, add_residual: bool = False) -> tuple[str, ...]:
+def _reserved(
+    weight_offset: bool = False, per_head: bool = False, add_residual: bool = False, accumulate: bool = False
+) -> tuple[str, ...]:
     return (
         f"WEIGHT_OFFSET={int(weight_offset)}",
         f"PER_HEAD={int(per_head)}",
         f"ADD_RESIDUAL={int(add_residual)}",
+        f"ACCUMULATE={int(accumulate)}",
     )
 
 
 def _reserved_of(problem: NormProblem) -> tuple[str, ...]:
     add_residual = problem.residual or problem.dresidual_out
-    return _reserved(problem.weight_offset != 0.0, problem.heads > 1, add_residual)
+    return _reserved(problem.weight_offset != 0.0, problem.heads > 1, add_residual, problem.accumulate)
 
 
 def _backward_definitions(
-    norm: str,
-    x: str,
-    dy: str,
-    want_db: bool,
-    vector: bool,
-    reserved: tuple[str, ...] = _reserved(),
-    accumulate: bool = False,
+    norm: str, x: str, dy: str, want_db: bool, vector: bool, reserved: tuple[str, ...] = _reserved()
 ) -> tuple[str, ...]:
     return (
         f"LAYER_NORM={int(norm == 'layernorm')}",
@@ -545,7 +542,6 @@ def _backward_definitions(
         f"WANT_DB={int(want_db)}",
         f"VECTOR={int(vector)}",
         *reserved,
-        f"ACCUMULATE={int(accumulate)}",
         _argument_bytes(BACKWARD_ARGUMENTS),
     )
 

@@ -164,7 +164,7 @@ _Kept = dict[int, Any]  # the memory that is kept for each stream, by its pointe
 
 
 class _KeptMemory(threading.local):
-    """Of each thread, because two may use a stream by the same pointer."""
+    """Of each thread: two may mean different streams by the same pointer, or race for one."""
 
     def __init__(self) -> None:
         self.on_device: defaultdict[int, _Kept] = defaultdict(dict)
@@ -176,9 +176,8 @@ _kept = _KeptMemory()
 class _Workspace:
     """Memory that the kernels of a call need: a Meeting (reduction.cuh), and behind it parts of the given sizes.
 
-    A stream's launches follow one another, so all of its calls use the same memory, which is kept: to allocate it takes
-    the host as long as the half of a launch. A graph, which may be launched on any stream, has its own, and so has a call
-    that needs more than KEPT_BYTES.
+    A stream's launches follow one another, so its calls use the same memory, which is kept from call to call. A graph,
+    which may be launched on any stream, has its own, and so has a call that needs more than KEPT_BYTES.
     """
 
     def __init__(self, meeting_bytes: int, *sizes: int) -> None:
