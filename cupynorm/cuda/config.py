@@ -22,7 +22,7 @@ CLUSTERS = (1, 2, 4, 8, 16)
 # flight than these on a multiprocessor lose: under the load some multiprocessors get ahead, by up to 15% at 160 KB, and
 # in the end wait for the others. RMSNorm, 1 GB, main kernel: N=4096 247 us with 96 KB, 255 with 128 KB; N=65536, where
 # blocks wait for each other across multiprocessors, 255 us with 96 KB, 244 with 128 KB, 247 with 160 KB. LayerNorm,
-# slower over a row, gains where 112 KB make four stages of three: N=7168, the whole call 260 us with three, 247 with four.
+# slower over a row, gains where 112 KB make four stages of three: N=7168, the call 260 us with three, 247 with four.
 STAGED_LEAST_STAGES = 3
 STAGED_MOST_TEAMS = 2  # kMaxTeams
 STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
