@@ -217,8 +217,11 @@ struct ColumnSums {
         } else {
             flush();
             barrier_over(threads);
-            if (target.dw) write_groups(target.dw, outer, own, group_threads);
-            if (target.db) write_groups(target.db, outer_db(), own, group_threads);
+#pragma unroll 1  // the second time its instructions are there
+            for (int output = 0; output < (kWantDb ? 2 : 1); ++output) {
+                Compute* const sums = output ? target.db : target.dw;
+                if (sums) write_groups(sums, output ? outer_db() : outer, own, group_threads);
+            }
         }
     }
 
@@ -321,15 +324,16 @@ private:
         }
     }
 
-    // The groups share the work: runs, taken in turn.
+    // The groups, of a power of two of threads, share the work: runs, taken in turn.
     __device__ void write_groups(Compute* target, const Compute* runs, const Columns& own, int group_threads) const {
-        const int groups = threads / group_threads, group = thread / group_threads;
+        const int groups = threads >> log2_of(group_threads), group = thread >> log2_of(group_threads);
+        const int own_thread = thread & (group_threads - 1);
         for (int i = group; i < kRuns; i += groups) {
             double sums[kRun] = {};  // long sums of float32 would show in dw; these few additions cost nothing
             for (int first = 0; first < threads; first += group_threads) {
                 Run run;
                 double values[kRun];
-                run.load(runs + (i * threads + first + thread % group_threads) * kRun);
+                run.load(runs + (i * threads + first + own_thread) * kRun);
                 run.unpack(values);
 #pragma unroll
                 for (int j = 0; j < kRun; ++j) sums[j] += values[j];
