@@ -29,9 +29,9 @@ MIXED_TYPES = ((9, 0), ("CLUSTER=2", "CLUSTER=4", "CLUSTER=8"))  # for which; le
 # (file, kernel, definitions that must all be there): bytes that may be spilled, and why that is all right.
 ALLOWED_SPILLS: dict[tuple[str, str, tuple[str, ...]], tuple[int, str]] = {
     ("backward_staged.cu", "backward_staged", ("WANT_DB=1", "COLUMNS_PER_THREAD=64", "CLUSTER=16")): (
-        32,
-        "w, dw and db of 64 columns leave 63 registers; what is spilled is set before the first row and read once a "
-        "row. LayerNorm, 636x262144, bfloat16, on an H200: 316 us; 575 us in two sweeps, which spill nothing.",
+        80,
+        "w, dw and db of 64 columns leave 63 registers. On an H200, 636x262144, bfloat16: LayerNorm 288 us, in two "
+        "sweeps, which spill nothing, 575 us.",
     ),
     ("forward_staged.cu", "forward_staged", ("LAYER_NORM=1", "VECTOR=0", "CLUSTER=16")): (
         8,
