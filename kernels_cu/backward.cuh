@@ -4,7 +4,7 @@
 //
 //     c1 = mean(g·x̂)   c2 = mean(g) (RMSNorm: 0)   dx = (g − x̂·c1 − c2)·rstd   dw = Σ_rows dy·x̂   db = Σ_rows dy
 //
-// Compile-time switches, given by -D:
+// Compile-time switches:
 //   LAYER_NORM  0: RMSNorm, 1: LayerNorm
 //   X_TYPE      element type of x and dx          DY_TYPE  element type of dy
 //   WANT_DB     1: db is summed as well           VECTOR   1: 16-byte accesses, 0: single elements
@@ -47,7 +47,7 @@ struct BackwardArguments {
     const Compute* mean;    // LayerNorm
     const Compute* rstd;
     X* dx;                  // null: not wanted
-    Compute* dw_partials;   // null: not wanted; one row of `columns` for each block or cluster
+    Compute* dw_partials;   // null: not wanted; a row of partial_row_stride(columns) for each block or cluster
     Compute* db_partials;
     Sums<Compute>* sums;    // split route: rows × slabs
     void *dw, *db;          // null: not wanted

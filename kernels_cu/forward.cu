@@ -9,7 +9,7 @@ constexpr int kMaxThreads = VECTOR ? 512 : 256;  // single columns take more reg
 
 extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(const ForwardArguments a) {
     __shared__ GroupSum<Compute, kMaxThreads / 32> group_sum;
-    const int groups = blockDim.x / a.group_threads;
+    const int groups = a.groups;
     const int group = threadIdx.x / a.group_threads, thread = threadIdx.x % a.group_threads;
     const auto column_of = [&](int k) { return (k * a.group_threads + thread) * kVector; };
 

@@ -209,8 +209,9 @@ def test_where_blocks_meet(device: FakeDevice) -> None:
     """Launches that follow one another meet in one place, cleared once; others do not: other streams, other threads,
     other devices."""
     places = set()
+    streams = {pointer: FakeStream(pointer) for pointer in (7, 9)}
     for pointer, rows in ((7, ROWS), (9, ROWS), (7, ROWS), (9, ROWS), (7, ROWS - 1)):
-        device.stream = FakeStream(pointer)
+        device.stream = streams[pointer]
         backward("rmsnorm", call_of(device, "rmsnorm", rows=rows, out=results_of(device, rows)))
         places.add((pointer, meeting_of(device.launched[-1])))
     with ThreadPoolExecutor(1) as pool:
@@ -218,6 +219,26 @@ def test_where_blocks_meet(device: FakeDevice) -> None:
     places.add((7, meeting_of(device.launched[-1])))
     assert len(places) == len({place for _, place in places}) == 3
     assert sorted(address for address, _ in device.zeroed) == sorted(place for _, place in places)
+
+
+def test_a_stream_with_the_pointer_of_another_meets_elsewhere(device: FakeDevice) -> None:
+    """The other's work may not be done yet, though it is gone; what was kept for it is let go with it."""
+    from cupynorm.cuda import launch
+
+    first, second = FakeStream(7), FakeStream(7)
+    for device.stream in (first, second):
+        backward("rmsnorm", call_of(device, "rmsnorm", out=results_of(device)))
+    one, another = (meeting_of(launched) for launched in device.launched)
+    assert one != another
+    device.stream = FakeStream(9)
+    kept = launch._kept.on_device[0]
+    assert list(kept) == [7]
+    del first
+    gc.collect()
+    assert list(kept) == [7]
+    del second
+    gc.collect()
+    assert not kept
 
 
 def test_kept_workspace_grows(device: FakeDevice) -> None:
@@ -245,7 +266,7 @@ def test_a_large_workspace_is_not_kept(device: FakeDevice) -> None:
         meeting, part = workspace.parts(memory)
         assert (meeting, part) == (memory.ptr if meeting_bytes else 0, memory.ptr + device.allocated[-1][1] - size)
     assert launch._Workspace(0, 0).take(device.stream, kept) is None
-    assert launch._Workspace(64, 512).take(device.stream, kept) is kept[device.stream.ptr]
+    assert launch._Workspace(64, 512).take(device.stream, kept) is kept[device.stream.ptr][2]
 
 
 def test_each_device_has_its_own_plan_and_is_made_current(device: FakeDevice) -> None:

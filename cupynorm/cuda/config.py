@@ -47,7 +47,7 @@ FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 FORWARD_COLUMNS_PER_THREAD = {"rmsnorm": (24, 32, 40), "layernorm": (24, 32, 40, 48, 64)}
 SPLIT_THREADS = 256
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
-FEW_ROWS = 4  # for a walker: one on a multiprocessor then beats two (LayerNorm, 1017x4096: 19.7 us, 21.0 with two)
+FEW_ROWS_A_WALKER = 4  # one walker on a multiprocessor then beats two: LayerNorm, 1017x4096, 19.7 us, 21.0 with two
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 WORKSPACE_BYTES = 64 << 20
 KEPT_BYTES = 16 << 20  # of workspace, for each stream; a call that needs more allocates its own
@@ -136,7 +136,7 @@ def columns_per_thread(x_name: str) -> int:
 
 
 def staged_max_threads(x_name: str, vector: bool, device: Device) -> int:
-    """kMaxThreads of backward_staged.cu: what leaves a thread the registers that it needs."""
+    """kMaxThreads of staged.cuh: what leaves a thread the registers that it needs."""
     return 256 if x_name == "float64" or vector or not device.has_large_shared_memory else 512
 
 
@@ -310,13 +310,10 @@ def _blocks_to_try(most: int) -> tuple[int, ...]:
 
 
 def _staged_static_bytes(x_name: str, max_threads: int, cluster: int) -> int:
-    """What a block takes beside its dynamic shared memory: the system's kilobyte and BlockState."""
-    return (
-        1024
-        + 16
-        + 16 * STAGED_MOST_STAGES * STAGED_MOST_TEAMS
-        + max_threads // WARP * (32 + 8 * cluster * compute_itemsize(x_name))
-    )
+    """What a block takes beside its dynamic shared memory: the system's kilobyte, BlockState, what meet() declares."""
+    barriers = 8 + 16 * STAGED_MOST_STAGES * STAGED_MOST_TEAMS
+    warps = max_threads // WARP * (32 + 8 * cluster * compute_itemsize(x_name))
+    return 1024 + _divide_up(barriers + warps + 16, 128) * 128
 
 
 def _lanes(columns: int, per_thread: int) -> int:
@@ -330,7 +327,7 @@ def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: i
     `blocks_at_once` is how many blocks (clusters) the device holds at the same time.
     """
     walkers = _divide_up(blocks_at_once, config.slabs) if config.route == "split" else blocks_at_once
-    if problem.rows <= FEW_ROWS * walkers:
+    if problem.rows <= FEW_ROWS_A_WALKER * walkers:
         walkers = min(walkers, device.multiprocessors)
     bytes_a_row = problem.columns * compute_itemsize(problem.x_dtype.name) * (2 if problem.want_db else 1)
     steps = _divide_up(problem.rows, config.groups)

@@ -62,7 +62,7 @@ class Launch:
 
     def __init__(self, kernel: Any, threads: int, *, shared_bytes: int = 0, cluster: int = 1) -> None:
         make_context_current()
-        self._kernel = kernel  # keeps the module loaded
+        self._kernel = kernel
         self._threads, self._shared_bytes, self._cluster = threads, shared_bytes, cluster
         with _attributes_lock:  # launches of one kernel with different needs share its attribute
             if shared_bytes > kernel.max_dynamic_shared_size_bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections import defaultdict
 from itertools import accumulate
 from typing import Any
@@ -91,7 +92,7 @@ class Backward:
     def __call__(
         self, x: int, w: int, dy: int, mean: int, rstd: int, dresidual_out: int, dx: int, dw: int, db: int
     ) -> None:
-        """Fill dx, dw and db; those that are 0 are not written, nor reduced."""
+        """Fill dx, dw and db, which are 0 where they are not wanted."""
         stream = _current_stream()
         if not self._has_work:
             for address in (dw, db):
@@ -160,7 +161,8 @@ class Forward:
         self._launch(_current_stream().ptr, arguments.address, 0)
 
 
-_Kept = dict[int, Any]  # the memory that is kept for each stream, by its pointer
+# The memory that is kept for each stream, by its pointer: which stream that was, bytes, memory.
+_Kept = dict[int, tuple["weakref.ref[Any]", int, Any]]
 
 
 class _KeptMemory(threading.local):
@@ -198,11 +200,12 @@ class _Workspace:
             return self._new(_malloc_async, self._bytes, self._meeting_bytes, stream)
         if not self._keeps:
             return self._new(_alloc, self._bytes, self._meeting_bytes, stream)
-        memory = kept.get(stream.ptr)
-        if memory is None or memory.mem.size < self._bytes:
-            kept.pop(stream.ptr, None)
-            memory = self._new(_alloc, self._bytes, choose.KEPT_MEETING_BYTES, stream)
-            kept[stream.ptr] = memory
+        entry = kept.get(stream.ptr)
+        # A new stream may have the pointer of one that is gone, but whose work is not.
+        if entry is not None and entry[0]() is stream and entry[1] >= self._bytes:
+            return entry[2]
+        memory = self._new(_alloc, self._bytes, choose.KEPT_MEETING_BYTES, stream)
+        kept[stream.ptr] = weakref.ref(stream, functools.partial(_forget, kept, stream.ptr)), self._bytes, memory
         return memory
 
     @staticmethod
@@ -218,6 +221,12 @@ class _Workspace:
             return [0] * len(self._starts)
         base = memory.ptr
         return [0 if start is None else base + start for start in self._starts]
+
+
+def _forget(kept: _Kept, pointer: int, stream: weakref.ref[Any]) -> None:
+    """What was kept for a stream that is gone goes back to CuPy's pool."""
+    if pointer in kept and kept[pointer][0] is stream:
+        del kept[pointer]
 
 
 # --- small pieces -----------------------------------------------------------------------------------------------------
