@@ -11,6 +11,7 @@ import os
 import re
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import NamedTuple
 
 import pytest
 
@@ -26,18 +27,47 @@ COMPUTE_CAPABILITIES = [(7, 5), (8, 0), (9, 0), (10, 0), (12, 0)]
 COMPILE_ALL = bool(os.environ.get("CUPYNORM_COMPILE_ALL"))
 MIXED_TYPES = ((9, 0), ("CLUSTER=2", "CLUSTER=4", "CLUSTER=8"))  # for which; left out there
 
-# (file, kernel, definitions that must all be there): bytes that may be spilled, and why that is all right.
-ALLOWED_SPILLS: dict[tuple[str, str, tuple[str, ...]], tuple[int, str]] = {
-    ("backward_staged.cu", "backward_staged", ("WANT_DB=1", "COLUMNS_PER_THREAD=64", "CLUSTER=16")): (
+REDUCTION = (
+    "Where registers are few, reading sixteen partial rows at once in the final reduction takes more than there are: "
+    "once a block, after its rows. By the disassembly, the loop over rows has at most three accesses to spilled registers."
+)
+FEW = "By the disassembly, the loop over rows has at most four accesses to spilled registers."
+
+
+class Allowed(NamedTuple):
+    """So many bytes may be spilled where kernel, architecture (None: any) and all definitions agree, and why."""
+
+    kernel: str
+    capability: tuple[int, int] | None
+    definitions: tuple[str, ...]
+    most: int
+    why: str
+
+
+ALLOWED_SPILLS = (
+    Allowed(
+        "backward_staged",
+        None,
+        ("WANT_DB=1", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
         80,
         "w, dw and db of 64 columns leave 63 registers. On an H200, 636x262144, bfloat16: LayerNorm 288 us, in two "
         "sweeps, which spill nothing, 575 us.",
     ),
-    ("forward_staged.cu", "forward_staged", ("LAYER_NORM=1", "VECTOR=0", "CLUSTER=16")): (
+    Allowed(
+        "forward_staged",
+        None,
+        ("LAYER_NORM=1", "VECTOR=0", "CLUSTER=16"),
         8,
         "One register of 128, set before the first row and read once a row; rows of over 65536 elements off 16 bytes.",
     ),
-}
+    Allowed("backward_staged", (10, 0), ("COLUMNS_PER_THREAD=16",), 456, REDUCTION),
+    Allowed("backward_staged", (10, 0), ("COLUMNS_PER_THREAD=8",), 456, REDUCTION),
+    Allowed("backward_staged", (10, 0), ("COLUMNS_PER_THREAD=24",), 16, REDUCTION),
+    Allowed("backward_staged", (12, 0), ("X_TYPE=float32", "COLUMNS_PER_THREAD=32"), 16, FEW),
+    Allowed("forward_staged", (12, 0), ("X_TYPE=float64", "COLUMNS_PER_THREAD=8"), 16, FEW),
+    Allowed("backward_direct", (7, 5), ("X_TYPE=float32", "MAX_THREADS=512"), 8, FEW),
+    Allowed("backward_direct", (8, 0), ("X_TYPE=float32", "MAX_THREADS=512"), 24, REDUCTION),
+)
 
 REPORT = re.compile(
     r"Function properties for (\w+)\s+ptxas\s+[.:]\s+(\d+) bytes stack frame, "
@@ -66,7 +96,7 @@ def compile_variant(capability: tuple[int, int], variant: Variant) -> list[str]:
     for kernel in variant.kernels:
         if kernel not in report:
             problems.append(f"{name}: the resource report does not mention {kernel}")
-        elif max(map(int, report[kernel].groups()[1:])) > allowed_spills(variant, kernel):
+        elif max(map(int, report[kernel].groups()[1:])) > allowed_spills(capability, variant, kernel):
             stack, stores, loads = report[kernel].groups()[1:]
             problems.append(f"{name}: {kernel} uses {stack} bytes of stack, spills {stores} and reloads {loads}")
     return problems
@@ -80,12 +110,14 @@ def is_tested(capability: tuple[int, int], variant: Variant) -> bool:
     return capability == architecture and not set(left_out) & set(variant.definitions)
 
 
-def allowed_spills(variant: Variant, kernel: str) -> int:
+def allowed_spills(capability: tuple[int, int], variant: Variant, kernel: str) -> int:
     return max(
         (
-            most
-            for (file, allowed, definitions), (most, _) in ALLOWED_SPILLS.items()
-            if (variant.file, kernel) == (file, allowed) and set(definitions) <= set(variant.definitions)
+            allowed.most
+            for allowed in ALLOWED_SPILLS
+            if allowed.kernel == kernel
+            and allowed.capability in (None, capability)
+            and set(allowed.definitions) <= set(variant.definitions)
         ),
         default=0,
     )
