@@ -29,7 +29,7 @@ MIXED_TYPES = ((9, 0), ("CLUSTER=2", "CLUSTER=4", "CLUSTER=8"))  # for which; le
 
 REDUCTION = (
     "Where registers are few, reading sixteen partial rows at once in the final reduction takes more than there are: "
-    "once a block, after its rows. By the disassembly, the loop over rows has at most three accesses to what is spilled."
+    "once a block, after its rows. By the disassembly, the loop over rows has at most three accesses to what it spills."
 )
 FEW = "By the disassembly, the loop over rows has at most four accesses to what is spilled."
 
