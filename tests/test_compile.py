@@ -48,10 +48,17 @@ ALLOWED_SPILLS = (
     Allowed(
         "backward_staged",
         None,
-        ("WANT_DB=1", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
-        80,
+        ("LAYER_NORM=1", "WANT_DB=1", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
+        32,
         "w, dw and db of 64 columns leave 63 registers. On an H200, 636x262144, bfloat16: LayerNorm 288 us, in two "
         "sweeps, which spill nothing, 575 us.",
+    ),
+    Allowed(
+        "backward_staged",
+        None,
+        ("LAYER_NORM=0", "WANT_DB=1", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
+        80,
+        "As LayerNorm; not timed on its own.",
     ),
     Allowed(
         "forward_staged",
@@ -60,13 +67,16 @@ ALLOWED_SPILLS = (
         8,
         "One register of 128, set before the first row and read once a row; rows of over 65536 elements off 16 bytes.",
     ),
-    Allowed("backward_staged", (10, 0), ("COLUMNS_PER_THREAD=16",), 456, REDUCTION),
-    Allowed("backward_staged", (10, 0), ("COLUMNS_PER_THREAD=8",), 456, REDUCTION),
-    Allowed("backward_staged", (10, 0), ("COLUMNS_PER_THREAD=24",), 16, REDUCTION),
-    Allowed("backward_staged", (12, 0), ("X_TYPE=float32", "COLUMNS_PER_THREAD=32"), 16, FEW),
-    Allowed("forward_staged", (12, 0), ("X_TYPE=float64", "COLUMNS_PER_THREAD=8"), 16, FEW),
-    Allowed("backward_direct", (7, 5), ("X_TYPE=float32", "MAX_THREADS=512"), 8, FEW),
-    Allowed("backward_direct", (8, 0), ("X_TYPE=float32", "MAX_THREADS=512"), 24, REDUCTION),
+    Allowed("backward_staged", (10, 0), ("VECTOR=0", "COLUMNS_PER_THREAD=16"), 454, REDUCTION),
+    Allowed("backward_staged", (10, 0), ("VECTOR=1", "COLUMNS_PER_THREAD=16"), 404, REDUCTION),
+    Allowed("backward_staged", (10, 0), ("X_TYPE=float64", "VECTOR=1", "COLUMNS_PER_THREAD=8"), 148, REDUCTION),
+    Allowed("backward_staged", (10, 0), ("LAYER_NORM=0", "WANT_DB=1", "COLUMNS_PER_THREAD=24"), 16, REDUCTION),
+    Allowed("backward_staged", (12, 0), ("LAYER_NORM=0", "X_TYPE=float32", "WANT_DB=1", "VECTOR=1"), 16, FEW),
+    Allowed("forward_staged", (12, 0), ("LAYER_NORM=0", "X_TYPE=float64", "VECTOR=1"), 16, FEW),
+    Allowed("backward_direct", (7, 5), ("X_TYPE=float32", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"), 8, FEW),
+    Allowed(
+        "backward_direct", (8, 0), ("LAYER_NORM=1", "X_TYPE=float32", "VECTOR=1", "MAX_THREADS=512"), 24, REDUCTION
+    ),
 )
 
 REPORT = re.compile(
