@@ -353,13 +353,14 @@ private:
     }
 };
 
-// When a block is done with its rows: its partial row, and its share of the final reduction.
-template <class FindTarget>
+// When a block is done with its rows: its partial row, and its share of the final reduction, which reads kBatch partial
+// rows at once: 16 where registers allow it, else 8.
+template <int kBatch, class FindTarget>
 __device__ void finish_columns(const BackwardArguments& a, ColumnSums& sums, FindTarget partial_row, const Columns& own,
                                int group_threads, void* shared) {
     const Outlook outlook(a.meeting);
     if (a.dw_partials || a.db_partials) sums.write_partials(partial_row(), own, group_threads);
-    if (a.meeting) reduce_partials<Compute>(a, outlook, shared);
+    if (a.meeting) reduce_partials<kBatch, Compute>(a, outlook, shared);
 }
 
 // The first half of a row's work, for one vector: its share of the row's sums and of the columns' sums. Both take the

@@ -46,22 +46,32 @@ struct StagedRow {
     const Dy* dy;
     int first;  // a column that is there
 
-    // Calls work(k, x, dy) for each of a thread's vectors.
+    // Calls work(k, x, dy, whether they are the thread's) for each of a thread's vectors.
     template <class Work> __device__ void for_each_vector(const Columns& at, Work work) const {
+        if (at.can_read_all()) {
+            for_each(work, [&](int k) { return at.at(k); }, [&](int k) { return k >= at.skipped; });
+        } else {
+            for_each(work, [&](int k) { return at.readable(k, first); }, [&](int k) { return at.holds(k); });
+        }
+    }
+
+private:
+    template <class Work, class ColumnOf, class Holds>
+    __device__ void for_each(Work work, ColumnOf column_of, Holds holds) const {
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             XVector x_vector;
             DyVector dy_vector;
-            x_vector.load(x + at.readable(k, first));
-            dy_vector.load(dy + at.readable(k, first));
-            work(k, x_vector, dy_vector);
+            x_vector.load(x + column_of(k));
+            dy_vector.load(dy + column_of(k));
+            work(k, x_vector, dy_vector, holds(k));
         }
     }
 };
 
 // Threads on a multiprocessor that leave each the registers that it needs.
 constexpr int kThreadsAtOnce = kColumnsPerThread == 24 ? 384
-                               : kVector > 1 && !kWholeWarps && __CUDA_ARCH__ < 1200 ? 512 : kMaxThreads;
+                               : !kWholeWarps && __CUDA_ARCH__ < (kVector > 1 ? 1200 : 1000) ? 512 : kMaxThreads;
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
     backward_staged(const BackwardArguments a) {
@@ -115,7 +125,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             active = ring.wait(place) && (kManyColumns || j < own_count);
             Sums<Compute> partial = {Compute(0), Compute(0)};
             if (active) {
-                staged_row(place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy) {
+                staged_row(place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool) {
                     first_half<true, true>(partial, &column_sums, k, x, dy, w, row);
                 });
             }
@@ -124,8 +134,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         if (j > 0) {
             const RowCoefficients coefficients(exchange.collect(j - 1, posted_before), reciprocal_columns, row_before);
             if (a.dx && active_before) {
-                staged_row(place_before, j - 1).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy) {
-                    second_half(dx + k * own.step(), at.holds(k), k, x, dy, w, row_before, coefficients);
+                staged_row(place_before, j - 1).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool holds) {
+                    second_half(dx + k * own.step(), holds, k, x, dy, w, row_before, coefficients);
                 });
             }
             dx += walk.step * a.dx_row_stride;
@@ -139,6 +149,6 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         place.advance(a.stages);
     }
 
-    finish_columns(a, column_sums, partial_row, own, a.group_threads, shared);
+    finish_columns<kThreadsAtOnce == 256 && !kManyColumns ? 16 : 8>(a, column_sums, partial_row, own, a.group_threads, shared);
     leave_together();
 }

@@ -11,23 +11,34 @@ constexpr bool kWholeWarps = kColumnsPerThread > (sizeof(Compute) == 8 ? 8 : 16)
 // With more columns than these a thread has no register to spare, and its block little shared memory.
 constexpr bool kManyColumns = kColumnsPerThread * int(sizeof(Compute)) > 160;
 
+// Single columns of whole warps: a question for each, whether it is there, would cost as much as the work on it.
+constexpr bool kReadsAll = kVector == 1 && kWholeWarps;
+
 // One thread's columns: `kVectors` vectors. A warp's columns follow one another, and it reads consecutive memory. Where the
-// row ends early, a thread holds fewer, or none.
+// row ends early, a thread holds fewer, or none. With kReadsAll the last warps then start earlier, if the row is long
+// enough: all that a warp would read is there, some of it held by the warp before.
 struct Columns {
     int first, count, lanes;
+    int begin;    // of the columns that the lanes hold together
+    int skipped;  // of the thread's vectors, those before them
 
-    __device__ Columns(int thread, int threads, int columns) : count(columns), lanes(minimum(threads, 32)) {
-        first = thread / lanes * (lanes * kColumnsPerThread) + thread % lanes * kVector;
+    __device__ Columns(int thread, int threads, int columns) : count(columns), lanes(minimum(threads, 32)), skipped(0) {
+        const int span = lanes * kColumnsPerThread;
+        begin = thread / lanes * span;
+        first = thread % lanes * kVector + (kReadsAll && columns >= span ? minimum(begin, columns - span) : begin);
+        if constexpr (kReadsAll) skipped = (begin - first + 31) / 32;
     }
     // From one vector to the next: known when compiled, where a row takes whole warps.
     __device__ int step() const { return kWholeWarps ? 32 * kVector : lanes * kVector; }
     __device__ int at(int vector) const { return first + vector * step(); }
-    __device__ bool holds(int vector) const { return at(vector) < count; }
+    __device__ bool holds(int vector) const { return at(vector) < count && vector >= skipped; }
+    // Whether all lanes of the warp can read all vectors.
+    __device__ bool can_read_all() const { return kReadsAll && count >= 32 * kColumnsPerThread; }
     // The same, but found anew where it is used: kept over the rows, the places of all of a thread's single columns, or of
     // many, would fill its registers.
     __device__ Columns found_anew() const {
         Columns copy = *this;
-        if constexpr (kVector == 1 || kManyColumns) asm volatile("" : "+r"(copy.first));
+        if constexpr (kVector == 1 || kManyColumns) asm volatile("" : "+r"(copy.first), "+r"(copy.skipped));
         return copy;
     }
     // A column that can be read in any case, `other` where the thread has none: work on it is wasted, but needs no branch.

@@ -21,6 +21,7 @@ enum ElementCode : int { kNone = 0, kFloat16 = 1, kBfloat16 = 2, kFloat32 = 3, k
 __device__ constexpr int element_bytes(int code) { return code == kFloat64 ? 8 : code == kFloat32 ? 4 : 2; }
 
 __device__ constexpr int minimum(int a, int b) { return a < b ? a : b; }
+__device__ inline int log2_of(unsigned power_of_two) { return 31 - __clz(power_of_two); }
 
 // --- widening: exact ------------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ struct RowMoments {
     __device__ RowMoments(const ForwardArguments& a, const Columns& own, const SumExchange<false>& exchange)
         : exchange(exchange), root(a.eps), reciprocal_columns(Compute(1) / Compute(a.columns)) {
         const int span = exchange.lanes * kColumnsPerThread;  // of the group's lanes in a warp
-        const int columns = held(own.count - own.first / span * span, span);
+        const int columns = held(own.count - own.begin, span);
         reciprocal_warp_columns = columns ? Compute(1) / Compute(columns) : Compute(0);
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {

@@ -97,25 +97,22 @@ __device__ inline Crew meet(Meeting& meeting, const Outlook& outlook) {
     return {block - lower_left, blocks - shared_left};
 }
 
-__device__ inline int log2_of(unsigned power) { return 31 - __clz(power); }
+constexpr int kReductionRun = 4;  // columns of a thread
 
-constexpr int kReductionRun = 4;     // columns of a thread
-constexpr int kReductionBatch = 16;  // partial rows that it waits for together
-
-// A thread's partial rows of its columns, from row `first` on.
-template <class Arguments, class C>
+// A thread's partial rows of its columns, from row `first` on; for kBatch of them it waits together.
+template <int kBatch, class Arguments, class C>
 __device__ void add_partials(double (&sums)[kReductionRun], const Arguments& a, const C* partials, int first) {
     const int64 stride = partial_row_stride(a.columns);
-    for (; first < a.partial_rows; first += kReductionBatch * a.row_threads) {
-        Packed<C, kReductionRun> packed[kReductionBatch];
+    for (; first < a.partial_rows; first += kBatch * a.row_threads) {
+        Packed<C, kReductionRun> packed[kBatch];
 #pragma unroll
-        for (int i = 0; i < kReductionBatch; ++i) {
+        for (int i = 0; i < kBatch; ++i) {
             const int row = first + i * a.row_threads;
             packed[i] = {};
             if (row < a.partial_rows) packed[i].load(partials + row * stride);
         }
 #pragma unroll
-        for (int i = 0; i < kReductionBatch; ++i) {
+        for (int i = 0; i < kBatch; ++i) {
             double values[kReductionRun];
             packed[i].unpack(values);
 #pragma unroll
@@ -135,7 +132,7 @@ template <class C> struct Output {
 };
 
 // One slice: columns from `first_column` on, as many as the block's threads take. `scratch` has room for 32 bytes a thread.
-template <class Arguments, class C>
+template <int kBatch, class Arguments, class C>
 __device__ void reduce_slice(const Arguments& a, const Output<C>& output, int first_column, int threads, double* scratch) {
     // All of these are powers of two: shifts and masks, not divisions.
     const int column_threads = threads >> log2_of(a.row_threads), slice_columns = column_threads * kReductionRun;
@@ -144,7 +141,7 @@ __device__ void reduce_slice(const Arguments& a, const Output<C>& output, int fi
     const int lane_rows = column_threads < 32 ? 32 >> log2_of(column_threads) : 1;  // of which one goes on
     if (threadIdx.x < threads) {
         double sums[kReductionRun] = {};
-        if (first_column + own < a.columns) add_partials(sums, a, output.partials + first_column + own, row_thread);
+        if (first_column + own < a.columns) add_partials<kBatch>(sums, a, output.partials + first_column + own, row_thread);
         for (int distance = 16; distance >= column_threads; distance /= 2) {
 #pragma unroll
             for (int j = 0; j < kReductionRun; ++j) sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], distance);
@@ -167,7 +164,7 @@ __device__ void reduce_slice(const Arguments& a, const Output<C>& output, int fi
 }
 
 // By all threads of all blocks, at the end: `shared` has 32 bytes for each thread, of which nothing is needed any more.
-template <class C, class Arguments>
+template <int kBatch, class C, class Arguments>
 __device__ void reduce_partials(const Arguments& a, const Outlook& outlook, void* shared) {
     const Crew crew = meet(*a.meeting, outlook);
     if (crew.size == 0) return;
@@ -178,7 +175,7 @@ __device__ void reduce_partials(const Arguments& a, const Outlook& outlook, void
             const Output<C> output(a, i >= runs);
             const int first_column = (i < runs ? i : i - runs) * kReductionRun;
             double sums[kReductionRun] = {};
-            add_partials(sums, a, output.partials + first_column, 0);
+            add_partials<kBatch>(sums, a, output.partials + first_column, 0);
             for (int j = 0; j < minimum(kReductionRun, a.columns - first_column); ++j) {
                 store_element(output.target, a.dw_code, first_column + j, sums[j]);
             }
@@ -189,7 +186,8 @@ __device__ void reduce_partials(const Arguments& a, const Outlook& outlook, void
         const int slices = (a.columns + slice_columns - 1) >> log2_of(slice_columns);
         for (int i = crew.rank; i < slices * outputs; i += crew.size) {
             const Output<C> output(a, i >= slices);
-            reduce_slice(a, output, (i < slices ? i : i - slices) * slice_columns, threads, static_cast<double*>(shared));
+            const int first_column = (i < slices ? i : i - slices) * slice_columns;
+            reduce_slice<kBatch>(a, output, first_column, threads, static_cast<double*>(shared));
         }
     }
 }

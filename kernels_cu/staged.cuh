@@ -2,7 +2,7 @@
 //
 // A row is split by columns over the CLUSTER blocks of a cluster, `slab_columns` each, COLUMNS_PER_THREAD a thread. Where
 // CLUSTER is 1, a block may hold several `groups` of `group_threads` threads (a power of two then), each with a row of its
-// own; the rows of a block lie one after the other in memory. A block keeps `stages` steps, of a row for each group, in
+// own. A block keeps `stages` steps, of a row for each group, in
 // flight, by bulk copies into its ring. A row of many warps comes in several copies, one for each team of neighbouring warps:
 // the last of them that is done with it asks for more. Smaller teams wait less for each other, but lost where they made many
 // small copies, of which a multiprocessor perhaps takes only one in some 50 cycles.
@@ -16,8 +16,7 @@
 #include "pipeline.cuh"
 #include "reduce.cuh"
 
-// What leaves a thread the registers that it needs; on 12.0 no longer slab fits in shared memory.
-constexpr int kMaxThreads = kVector > 1 || sizeof(Compute) == 8 || __CUDA_ARCH__ >= 1200 ? 256 : 512;
+constexpr int kMaxThreads = 256;  // what leaves a thread the registers that it needs
 constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kCluster = CLUSTER;  // known when compiled: at N=65536 RMSNorm took 118 us so, 135 us as an argument
 constexpr bool kClustered = kCluster > 1;
@@ -25,7 +24,7 @@ constexpr int kMaxStages = 8;
 // Of a team: four warps where their columns make a copy of 16 KB of x and dy in 16 bits; in the largest clusters, where
 // the blocks wait for each other, all. Of two teams in place of one, RMSNorm at N=7168 gained 2.5%, LayerNorm at 131072 lost 3%.
 constexpr bool kSmallTeams = kColumnsPerThread * sizeof(Compute) >= 128 && (kCluster < 16 || kManyColumns);
-constexpr int kTeamThreads = kWholeWarps && kSmallTeams ? 128 : kMaxThreads;
+constexpr int kTeamThreads = kVector > 1 && kWholeWarps && kSmallTeams ? 128 : kMaxThreads;
 constexpr int kMaxTeams = kMaxThreads / kTeamThreads;
 constexpr int kSlots = 4;  // a warp that posts sum j knows that all others have read sum j − 4
 
@@ -38,11 +37,12 @@ struct BlockShare {
 
     template <class Arguments>
     __device__ explicit BlockShare(const Arguments& a)
-        : groups(a.groups), group(groups > 1 ? threadIdx.x >> (31 - __clz(a.group_threads)) : 0),
+        : groups(a.groups), group(groups > 1 ? threadIdx.x >> log2_of(a.group_threads) : 0),
           thread(threadIdx.x - group * a.group_threads), rank(kClustered ? cluster_rank() : 0),
           first_column(rank * a.slab_columns), columns(minimum(a.slab_columns, a.columns - first_column)),
           team(0) {
         // Through a shuffle, the compiler knows that a warp's lanes agree, and computes addresses once for all of them.
+        if (kWholeWarps) group = __shfl_sync(0xffffffffu, group, 0);
         if (kMaxTeams > 1) team = __shfl_sync(0xffffffffu, threadIdx.x / unsigned(kTeamThreads), 0);
         const int threads = minimum(kTeamThreads, blockDim.x - team * kTeamThreads);
         team_warps = threads >> 5;
@@ -85,38 +85,58 @@ struct RingPlace {
     }
 };
 
-// One array's part of every place in a ring, and where in it the thread's team has its own.
+// One array's part of every place in a ring, and where in it the thread's team has its own. The rows of a step come in one
+// copy where they follow one another in memory, else in a copy each.
 template <class T> struct RingPart {
     const T* source;  // the team's columns of row 0
     int64 row_stride;
+    bool dense;
     int offset;      // of the team's own, from a place's start
+    int pitch;       // from one copy of a place to the next
     int part_bytes;  // of the whole block
 
     template <class Arguments>
     __device__ RingPart(const Arguments& a, const BlockShare& share, const T* base, int64 row_stride, int part_offset)
-        : source(base + share.first_column + share.team_column), row_stride(row_stride) {
-        const int bytes = share.groups * a.slab_columns * int(sizeof(T));
+        : source(base + share.first_column + share.team_column), row_stride(row_stride), dense(row_stride == a.columns) {
+        const int bytes = (dense ? share.groups : 1) * a.slab_columns * int(sizeof(T));
         static_assert(kVector > 1 || kMaxTeams == 1, "there is room for the words that cover one team's rows");
-        part_bytes = (bytes + (kVector > 1 ? 0 : 32) + 127) / 128 * 128;
+        pitch = (bytes + (kVector > 1 ? 0 : 128) + 127) / 128 * 128;
+        part_bytes = (dense ? 1 : share.groups) * pitch;
         offset = part_offset + share.team_column * int(sizeof(T));
     }
-    // From the start of the words that cover the rows to the first of them.
+    // Where in its place a copy's first row begins: as far from a multiple of 128 bytes as in memory. Off by other than that,
+    // copies took longer: RMSNorm, 100 MB, N=4096, stride N + 3, 38.4 us with places at multiples of 128 bytes, 36.6 us so.
     __device__ int lead(int64 row) const {
         if constexpr (kVector > 1) return 0;
         const unsigned low_bits = unsigned(reinterpret_cast<unsigned long long>(source));
-        return (low_bits + unsigned(row) * unsigned(row_stride * sizeof(T))) % 16;
+        return (low_bits + unsigned(row) * unsigned(row_stride * sizeof(T))) % 128;
     }
-    __device__ int copy_bytes(int64 row, int elements) const {
-        return (lead(row) + elements * int(sizeof(T)) + 15) / 16 * 16;
+    // Of the 16-byte words that cover `rows` rows.
+    __device__ int copy_bytes(int64 row, int rows, int columns) const {
+        if (dense || kVector > 1) return covering_bytes(row, rows * columns);
+        int bytes = 0;
+        for (int i = 0; i < rows; ++i) bytes += covering_bytes(row + i, columns);
+        return bytes;
     }
-    __device__ void copy(SharedAddress place, int64 row, int elements, Barrier full) const {
-        const char* const start = reinterpret_cast<const char*>(source + row * row_stride) - lead(row);
-        bulk_copy(place + offset, start, copy_bytes(row, elements), full);
+    __device__ void copy(SharedAddress place, int64 row, int rows, int columns, Barrier full) const {
+        const int together = dense ? rows : 1;
+        for (int i = 0; i < rows; i += together) {
+            const int before = lead(row + i) % 16;
+            const char* const start = reinterpret_cast<const char*>(source + (row + i) * row_stride) - before;
+            const SharedAddress target = place + offset + i * pitch + lead(row + i) - before;
+            bulk_copy(target, start, covering_bytes(row + i, together * columns), full);
+        }
     }
     // Where the thread's group has its row in a place, as if it began at the block's first column.
     __device__ const T* in(const char* place, const BlockShare& share, int64 row) const {
-        const int elements = share.group * share.columns - share.team_column;
-        return reinterpret_cast<const T*>(place + offset + lead(row)) + elements;
+        const int copy = dense ? 0 : share.group, row_of_copy = share.group - copy;
+        const int elements = row_of_copy * share.columns - share.team_column;
+        return reinterpret_cast<const T*>(place + offset + copy * pitch + lead(row + copy)) + elements;
+    }
+
+private:
+    __device__ int covering_bytes(int64 row, int elements) const {
+        return (lead(row) % 16 + elements * int(sizeof(T)) + 15) / 16 * 16;
     }
 };
 
@@ -138,26 +158,23 @@ struct Ring {
 
     __device__ char* place(int stage) const { return base + stage * stage_bytes; }
 
-    // What the team reads of a step; 0 where it has no columns.
-    __device__ int elements(int64 row) const {
-        return (rows - row < share.groups ? int(rows - row) : share.groups) * share.team_columns;
-    }
-
     template <class... Part> __device__ void fill(int stage, int64 row, const Part&... parts) const {
-        const int count = elements(row);
+        const int there = rows - row < share.groups ? int(rows - row) : share.groups;
         const Barrier barrier = full[stage * kMaxTeams];
-        barrier.arrive_expecting((parts.copy_bytes(row, count) + ...));
-        (parts.copy(base_address + stage * stage_bytes, row, count, barrier), ...);
+        barrier.arrive_expecting((parts.copy_bytes(row, there, share.team_columns) + ...));
+        (parts.copy(base_address + stage * stage_bytes, row, there, share.team_columns, barrier), ...);
     }
     // By the first warp of each team: lane j makes the barriers of place j, and fills it with step j. The first step is
     // asked for first of all, the others when it is well on its way: of what all blocks ask for at once, no part is there
     // much before the rest.
     template <class... Part> __device__ void start(const RowWalk& walk, const Part&... parts) const {
         const int j = threadIdx.x % kTeamThreads;
-        if (j >= stages) return;
-        full[j * kMaxTeams].init(1);
-        done[j * kMaxTeams].init(share.team_warps);
-        fence_barrier_init();
+        if (j < stages) {
+            full[j * kMaxTeams].init(1);
+            done[j * kMaxTeams].init(share.team_warps);
+            fence_barrier_init();
+        }
+        __syncwarp();
         if (j == 0 && share.team_columns) fill(0, walk.row(0), parts...);
     }
     template <class... Part> __device__ void start_others(const RowWalk& walk, const Part&... parts) const {
@@ -256,12 +273,16 @@ struct ColumnsAhead {
                             int place_bytes)
         : there{shared_address(&state.columns_there)},
           source(static_cast<const char*>(base) + share.first_column * element_bytes(code)) {
-        const int bytes = share.columns * element_bytes(code);
-        copied = base && bytes <= place_bytes && (unsigned(reinterpret_cast<unsigned long long>(source)) | bytes) % 16 == 0;
+        const bool aligned = unsigned(reinterpret_cast<unsigned long long>(source)) % 16 == 0;
+        const int bytes = (share.columns * element_bytes(code) + 15) / 16 * 16;  // whole words that hold a column
+        copied = base && aligned && bytes <= place_bytes;
         if (!copied) return;
         if (threadIdx.x == 0) {
             there.init(1);
             fence_barrier_init();
+        }
+        __syncwarp();
+        if (threadIdx.x == 0) {
             there.arrive_expecting(bytes);
             bulk_copy(shared_address(place), source, bytes, there);
         }

@@ -27,11 +27,6 @@ COMPUTE_CAPABILITIES = [(7, 5), (8, 0), (9, 0), (10, 0), (12, 0)]
 COMPILE_ALL = bool(os.environ.get("CUPYNORM_COMPILE_ALL"))
 MIXED_TYPES = ((9, 0), ("CLUSTER=2", "CLUSTER=4", "CLUSTER=8"))  # for which; left out there
 
-REDUCTION = (
-    "Where registers are few, reading sixteen partial rows at once in the final reduction takes more than there are: "
-    "once a block, after its rows. By the disassembly, the loop over rows has at most three accesses to what it spills."
-)
-FEW = "By the disassembly, the loop over rows has at most four accesses to what is spilled."
 
 
 class Allowed(NamedTuple):
@@ -66,16 +61,6 @@ ALLOWED_SPILLS = (
         ("LAYER_NORM=1", "VECTOR=0", "CLUSTER=16"),
         8,
         "One register of 128, set before the first row and read once a row; rows of over 65536 elements off 16 bytes.",
-    ),
-    Allowed("backward_staged", (10, 0), ("VECTOR=0", "COLUMNS_PER_THREAD=16"), 454, REDUCTION),
-    Allowed("backward_staged", (10, 0), ("VECTOR=1", "COLUMNS_PER_THREAD=16"), 404, REDUCTION),
-    Allowed("backward_staged", (10, 0), ("X_TYPE=float64", "VECTOR=1", "COLUMNS_PER_THREAD=8"), 148, REDUCTION),
-    Allowed("backward_staged", (10, 0), ("LAYER_NORM=0", "WANT_DB=1", "COLUMNS_PER_THREAD=24"), 16, REDUCTION),
-    Allowed("backward_staged", (12, 0), ("LAYER_NORM=0", "X_TYPE=float32", "WANT_DB=1", "VECTOR=1"), 16, FEW),
-    Allowed("forward_staged", (12, 0), ("LAYER_NORM=0", "X_TYPE=float64", "VECTOR=1"), 16, FEW),
-    Allowed("backward_direct", (7, 5), ("X_TYPE=float32", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"), 8, FEW),
-    Allowed(
-        "backward_direct", (8, 0), ("LAYER_NORM=1", "X_TYPE=float32", "VECTOR=1", "MAX_THREADS=512"), 24, REDUCTION
     ),
 )
 

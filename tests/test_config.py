@@ -78,7 +78,7 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned):
         if chosen.route == "staged":
             assert device.has_clusters, at
             assert config.STAGED_LEAST_STAGES <= chosen.stages <= config.STAGED_MOST_STAGES, at
-            assert chosen.threads <= config.staged_max_threads(x, vector, device), at
+            assert chosen.threads <= config.STAGED_MAX_THREADS, at
             assert chosen.groups == 1 or chosen.cluster == 1, at
         if chosen.route == "direct":
             assert chosen.threads <= defined(chosen, "MAX_THREADS"), at
@@ -171,7 +171,7 @@ def test_forward_configs_hold_their_rows(device, x, aligned):
         assert chosen.threads % 32 == 0, at
         if chosen.kernel == "forward_staged":
             assert device.has_clusters, at
-            assert chosen.threads <= config.staged_max_threads(x, vector, device), at
+            assert chosen.threads <= config.STAGED_MAX_THREADS, at
             assert chosen.slab_columns <= chosen.group_threads * per_thread, at
             assert (chosen.cluster - 1) * chosen.slab_columns < columns <= chosen.cluster * chosen.slab_columns, at
             assert chosen.groups == 1 or chosen.cluster == 1, at

@@ -25,13 +25,17 @@ CLUSTERS = (1, 2, 4, 8, 16)
 # slower over a row, gains where 112 KB make four stages of three: N=7168, the call 260 us with three, 247 with four.
 STAGED_LEAST_STAGES = 3
 STAGED_MOST_TEAMS = 2  # kMaxTeams
+STAGED_MAX_THREADS = 256  # kMaxThreads of staged.cuh: what leaves a thread the registers that it needs
 STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
 STAGED_RING_BYTES = {"rmsnorm": 96 << 10, "layernorm": 112 << 10}
 STAGED_LARGE_CLUSTER_RING_BYTES = 128 << 10
 STAGED_BLOCKS = 2  # on a multiprocessor, of threads that hold 4096 columns or so, where rows leave the choice
 # Columns a thread where a row takes whole warps, by type of the arithmetic. Several, so that rows of any length fill
-# the lanes of 1, 2, 4 or 8 warps.
-STAGED_COLUMNS_PER_THREAD = {"float32": (24, 32, 40), "float64": (16,)}
+# the lanes of 1, 2, 4 or 8 warps; in vectors, or single columns.
+STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, tuple[int, ...]]] = {
+    True: {"float32": (24, 32, 40), "float64": (16,)},
+    False: {"float32": (32, 40), "float64": (16,)},
+}
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 # Of 16-bit types, where the largest cluster has no room for the row otherwise (1 GB, N=262144: RMSNorm 555 us in two
 # sweeps, 263 so). Level two of dw and db then lies in memory, and of w, beside both, three vectors a thread in shared
@@ -39,7 +43,7 @@ STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 STAGED_MANY_COLUMNS_PER_THREAD = 64
 STAGED_SHARED_W_BYTES = 3 * 8 * 4
 # With 40 columns a thread a longer part of a row goes to a cluster of twice as many blocks.
-STAGED_MOST_COLUMNS = {40: 8192}
+STAGED_MOST_COLUMNS = {40: 8448}
 FORWARD_STAGED_LEAST_STAGES = 2
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 # Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more:
@@ -54,7 +58,7 @@ KEPT_BYTES = 16 << 20  # of workspace, for each stream; a call that needs more a
 KEPT_MEETING_BYTES = 64 << 10  # of these, for meetings of up to 8000 blocks
 ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction
 REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
-REDUCTION_BATCH = 16  # kReductionBatch
+REDUCTION_BATCH = 16  # kBatch of reduction.cuh, where registers allow it
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
 
 BACKWARD_ARGUMENTS = "12P4q10i"  # struct BackwardArguments in backward.cuh
@@ -135,11 +139,6 @@ def columns_per_thread(x_name: str) -> int:
     return 8 if x_name == "float64" else 16
 
 
-def staged_max_threads(x_name: str, vector: bool, device: Device) -> int:
-    """kMaxThreads of staged.cuh: what leaves a thread the registers that it needs."""
-    return 256 if x_name == "float64" or vector or not device.has_large_shared_memory else 512
-
-
 def vector_width(*names: str) -> int:
     """Elements of a vector access: those of 16 bytes in the smallest type."""
     return 16 // min(ITEMSIZE[name] for name in names)
@@ -215,23 +214,23 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
     if small and not contiguous:
         return None
     for cluster in CLUSTERS:
-        slab = _divide_up(_divide_up(problem.columns, cluster), width) * width
+        slab = _slab(problem.columns, cluster, width)
         if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
             continue
-        max_threads = staged_max_threads(name, vector, device)
         choice = _staged_choice(name, dy_name, vector, cluster, device)
-        held = _staged_threads(name, slab, small, choice, max_threads)
+        held = _staged_threads(name, slab, small, choice)
         if held is None or slab > STAGED_MOST_COLUMNS.get(held[0], slab):
             continue
         per_thread, group = held
         block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
-        groups = _groups(block_threads, group) if cluster == 1 and contiguous else 1
+        groups = _groups(block_threads, group) if cluster == 1 else 1
         threads = groups * group
         outer_bytes = _column_sums_bytes(problem, per_thread) * threads
-        step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
+        parts = ((name, problem.x_row_stride), (dy_name, problem.dy_row_stride))
+        step_bytes = sum(_part_bytes(part, vector, groups, slab, stride == problem.columns) for part, stride in parts)
         ring_bytes = STAGED_RING_BYTES[problem.norm] if cluster < 8 else STAGED_LARGE_CLUSTER_RING_BYTES
         for blocks in _blocks_to_try(STAGED_BLOCKS * block_threads // threads):
-            room = device.shared_bytes // blocks - _staged_static_bytes(name, max_threads, cluster) - outer_bytes
+            room = device.shared_bytes // blocks - _staged_static_bytes(name, cluster) - outer_bytes
             stages = min(room // step_bytes, STAGED_MOST_STAGES)
             if stages >= STAGED_LEAST_STAGES:
                 stages = min(stages, max(STAGED_LEAST_STAGES, ring_bytes // (blocks * step_bytes)))
@@ -250,23 +249,29 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
     return None
 
 
+def _slab(columns: int, cluster: int, width: int) -> int:
+    """Columns of a block: whole vectors, and in a cluster so that each block's columns of w start at 16 bytes."""
+    unit = max(width, 8) if cluster > 1 else width
+    return _divide_up(_divide_up(columns, cluster), unit) * unit
+
+
 Choice = tuple[tuple[int, ...], ...]  # columns a thread, those to be preferred first
 
 
 def _staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) -> Choice:
     """Columns a thread to choose from; rare combinations, of which there are many, have no choice."""
-    if not vector:
-        return ((columns_per_thread(x),),)
-    usual = x != dy or cluster > 4 or not device.has_large_shared_memory
-    choices = STAGED_USUAL_COLUMNS_PER_THREAD if usual else STAGED_COLUMNS_PER_THREAD
+    usual = x != dy or cluster > (4 if vector else 8) or not device.has_large_shared_memory
+    choices = STAGED_USUAL_COLUMNS_PER_THREAD if usual else STAGED_COLUMNS_PER_THREAD[vector]
     choice = choices["float64" if x == "float64" else "float32"]
-    many = x == dy and ITEMSIZE[x] == 2 and cluster == 16
+    many = vector and x == dy and ITEMSIZE[x] == 2 and cluster == 16
     return (choice, (STAGED_MANY_COLUMNS_PER_THREAD,)) if many else (choice,)
 
 
 def _forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Device) -> Choice:
     """The same for the forward pass."""
-    if not vector or ITEMSIZE[x] != 2 or not device.has_large_shared_memory:
+    if not vector:
+        return (STAGED_USUAL_COLUMNS_PER_THREAD["float64" if x == "float64" else "float32"],)
+    if ITEMSIZE[x] != 2 or not device.has_large_shared_memory:
         return _staged_choice(x, x, vector, cluster, device)
     # Compiled for 10.0, LayerNorm keeps float16 columns widened, and spills.
     spills = norm == "layernorm" and x == "float16" and device.compute_capability >= (10, 0)
@@ -277,15 +282,15 @@ def _forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Devic
     return (choice, *(many if cluster == 8 and norm == "rmsnorm" else ()))
 
 
-def _forward_threads_at_once(norm: str, x: str, vector: bool, per_thread: int, max_threads: int) -> int:
+def _forward_threads_at_once(norm: str, x: str, vector: bool, per_thread: int) -> int:
     """kThreadsAtOnce of forward_staged.cu: threads on a multiprocessor that leave each the registers that it needs."""
     if not vector:
-        return max_threads
+        return STAGED_MAX_THREADS
     registers = per_thread * 2 * (compute_itemsize(x) + ITEMSIZE[x]) // 4 + (78 if norm == "layernorm" else 62)
     return 512 if registers <= 128 else 384 if registers <= 170 else 256
 
 
-def _staged_threads(x: str, slab: int, small: bool, choice: Choice, max_threads: int) -> tuple[int, int] | None:
+def _staged_threads(x: str, slab: int, small: bool, choice: Choice) -> tuple[int, int] | None:
     """Columns a thread, and threads that share a row: the fewest warps that hold a block's columns of it, if any do."""
     if small:
         return columns_per_thread(x), _lanes(slab, columns_per_thread(x))
@@ -294,7 +299,7 @@ def _staged_threads(x: str, slab: int, small: bool, choice: Choice, max_threads:
             for warps, per_thread in product((1, 2, 4, 8), preferred):
                 if slab <= warps * WARP * per_thread:
                     return per_thread, warps * WARP
-        elif (threads := _whole_warps(_divide_up(slab, preferred[0]))) <= max_threads:
+        elif (threads := _whole_warps(_divide_up(slab, preferred[0]))) <= STAGED_MAX_THREADS:
             return preferred[0], threads
     return None
 
@@ -309,10 +314,10 @@ def _blocks_to_try(most: int) -> tuple[int, ...]:
     return tuple(max(1, most) >> halvings for halvings in range(max(1, most).bit_length()))
 
 
-def _staged_static_bytes(x_name: str, max_threads: int, cluster: int) -> int:
+def _staged_static_bytes(x_name: str, cluster: int) -> int:
     """What a block takes beside its dynamic shared memory: the system's kilobyte, BlockState, what meet() declares."""
     barriers = 8 + 16 * STAGED_MOST_STAGES * STAGED_MOST_TEAMS
-    warps = max_threads // WARP * (32 + 8 * cluster * compute_itemsize(x_name))
+    warps = STAGED_MAX_THREADS // WARP * (32 + 8 * cluster * compute_itemsize(x_name))
     return 1024 + _divide_up(barriers + warps + 16, 128) * 128
 
 
@@ -419,20 +424,19 @@ def _forward_staged(
     if small and not contiguous:
         return None
     for cluster in CLUSTERS:
-        slab = _divide_up(_divide_up(problem.columns, cluster), vector) * vector
+        slab = _slab(problem.columns, cluster, vector)
         if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
             continue
-        max_threads = staged_max_threads(name, vector > 1, device)
         choice = _forward_choice(problem.norm, name, vector > 1, cluster, device)
-        if (held := _staged_threads(name, slab, small, choice, max_threads)) is None:
+        if (held := _staged_threads(name, slab, small, choice)) is None:
             continue
         per_thread, group = held
-        at_once = _forward_threads_at_once(problem.norm, name, vector > 1, per_thread, max_threads)
+        at_once = _forward_threads_at_once(problem.norm, name, vector > 1, per_thread)
         block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
-        groups = _groups(block_threads, group) if cluster == 1 and contiguous else 1
+        groups = _groups(block_threads, group) if cluster == 1 else 1
         threads = groups * group
-        step_bytes = _part_bytes(name, vector > 1, groups * slab)
-        static_bytes = _staged_static_bytes(name, max_threads, cluster)
+        step_bytes = _part_bytes(name, vector > 1, groups, slab, contiguous)
+        static_bytes = _staged_static_bytes(name, cluster)
         for blocks in _blocks_to_try(at_once // threads):
             stages = min((device.shared_bytes // blocks - static_bytes) // step_bytes, STAGED_MOST_STAGES)
             if stages >= FORWARD_STAGED_LEAST_STAGES:
@@ -452,9 +456,10 @@ def _forward_staged(
     return None
 
 
-def _part_bytes(name: str, vector: bool, elements: int) -> int:
+def _part_bytes(name: str, vector: bool, groups: int, slab: int, dense: bool) -> int:
     """RingPart::part_bytes of staged.cuh."""
-    return _divide_up(elements * ITEMSIZE[name] + (0 if vector else 32), 128) * 128
+    copies, rows = (1, groups) if dense else (groups, 1)
+    return copies * _divide_up(rows * slab * ITEMSIZE[name] + (0 if vector else 128), 128) * 128
 
 
 def triad_definitions(x_name: str, streaming: bool) -> tuple[str, ...]:
