@@ -79,7 +79,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     __shared__ BlockState state;
 
     const BlockShare share(a);
-    const RowWalk walk(a, share);
+    const RowWalk walk(share, a.rows, a.steps);
     const RingPart<X> x_part(a, share, a.x, a.x_row_stride, 0);
     const RingPart<Dy> dy_part(a, share, a.dy, a.dy_row_stride, x_part.part_bytes);
     char* const w_shared = shared + ColumnSums::shared_bytes(blockDim.x);
@@ -112,15 +112,15 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         const char* const at = ring.place(place.stage);
         return StagedRow{x_part.in(at, share, walk.row(j)), dy_part.in(at, share, walk.row(j)), share.team_column};
     };
-    const int own_count = walk.count - (first_row + (walk.count - 1) * walk.step >= a.rows);
+    const int own_count = walk.end - (first_row + (walk.end - 1) * walk.step >= a.rows);
     RowStatistics row, row_before;
     Sums<Compute> posted, posted_before;
     RingPlace place, place_before;
     bool active, active_before;  // a team may have no columns, the last step no row for a group
     // The first half of step j, then the second half of the step before it.
-    for (int j = 0; j <= walk.count; ++j) {
+    for (int j = 0; j <= walk.end; ++j) {
         const Columns at = own.found_anew();
-        if (j < walk.count) {
+        if (j < walk.end) {
             row = statistics.of(a, first_row, walk.step, j);
             active = ring.wait(place) && (kManyColumns || j < own_count);
             Sums<Compute> partial = {Compute(0), Compute(0)};
@@ -141,7 +141,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             dx += walk.step * a.dx_row_stride;
             ring.fill_again(place_before, walk, j - 1, x_part, dy_part);
         }
-        if (j + 1 < walk.count) column_sums.row_done(own, partial_row);
+        if (j + 1 < walk.end) column_sums.row_done(own, partial_row);
         row_before = row;
         posted_before = posted;
         place_before = place;

@@ -134,13 +134,54 @@ private:
     __device__ static int held(int left, int span) { return left < 0 ? 0 : minimum(left, span); }
 };
 
+// The last rows of a long launch are not divided beforehand: under the load some multiprocessors get ahead, and these take
+// more of the small shares that are handed out by a counter. What a row comes to does not depend on who does it. A block that
+// begins with a share has an empty ring, so others should be at work on the multiprocessor; and not all loops can afford it.
+constexpr bool kShares = !kClustered && kWholeWarps;
+
+struct Shares {
+    unsigned ahead;  // of thread 0: the share that it drew
+    int turn = 0;
+
+    // By all threads, when a walk is at its end: goes on with a share, if any is left.
+    template <class Part>
+    __device__ bool next(const ForwardArguments& a, const BlockShare& share, RowWalk& walk, const Ring& ring,
+                         const RingPlace& place, const Part& part) {
+        if (!a.shares_drawn) return false;
+        __shared__ unsigned drawn[2];  // no thread is more than one turn behind
+        if (threadIdx.x == 0) {
+            if (turn == 0) ahead = atomicAdd(&a.shares_drawn->drawn, 1u);
+            drawn[turn % 2] = ahead;
+        }
+        __syncthreads();
+        const unsigned number = drawn[turn % 2];
+        if (number >= a.shares) {
+            if (threadIdx.x == 0) finish(*a.shares_drawn);
+            return false;
+        }
+        if (threadIdx.x == 0) ahead = atomicAdd(&a.shares_drawn->drawn, 1u);
+        ++turn;
+        walk.go_on(a.walk_rows + int64(number) * a.share_steps * share.groups, a.rows, share.groups, a.share_steps);
+        ring.start_again(place, walk, part);
+        return true;
+    }
+
+private:
+    // The last to finish leaves zeros to the next launch.
+    __device__ static void finish(SharesDrawn& shares) {
+        if (atomicAdd(&shares.finished, 1u) + 1 < gridDim.x) return;
+        shares.drawn = 0;
+        shares.finished = 0;
+    }
+};
+
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
     forward_staged(const ForwardArguments a) {
     extern __shared__ __align__(128) char shared[];
     __shared__ BlockState state;
 
     const BlockShare share(a);
-    const RowWalk walk(a, share);
+    RowWalk walk(share, a.walk_rows, a.steps);
     const RingPart<X> x_part(a, share, a.x, a.x_row_stride, 0);
     const Ring ring(shared, state, share, a.stages, x_part.part_bytes, a.rows);
     const SumExchange<false> exchange(state, share, a.group_threads);
@@ -158,51 +199,54 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     ring.start_others(walk, x_part);
     barriers_ready();
 
-    const int64 first_row = walk.first + share.group;
-    X* y = a.y + first_row * a.y_row_stride + share.first_column + own.first;
     const RowMoments moments(a, own, exchange);
     RingPlace place;
     Kept kept[kVectors], kept_before[kVectors];
     Sums<Compute> posted, posted_before;
-    // The sums of step j, then y of the step before it.
-    for (int j = 0; j <= walk.count; ++j) {
-        const Columns at = own.found_anew();
-        if (j < walk.count) {
-            ring.wait(place);
-            const X* const x_row = x_part.in(ring.place(place.stage), share, walk.row(j));
+    Shares shares;
+    do {
+        const int64 first_row = walk.first + share.group;
+        X* y = a.y + (first_row + walk.begin * walk.step) * a.y_row_stride + share.first_column + own.first;
+        // The sums of step j, then y of the step before it.
+        for (int j = walk.begin; j <= walk.end; ++j) {
+            const Columns at = own.found_anew();
+            if (j < walk.end) {
+                ring.wait(place);
+                const X* const x_row = x_part.in(ring.place(place.stage), share, walk.row(j));
 #pragma unroll
-            for (int k = 0; k < kVectors; ++k) kept[k].load(x_row + at.at(k), at.holds(k));
-            posted = moments.of_warp(kept, at);
-            exchange.post_warp(posted, j, share.thread);
-            ring.fill_again(place, walk, j, x_part);
-            place.advance(a.stages);
-        }
-        if (j > 0) {
-            const int64 row = first_row + (j - 1) * walk.step;
-            const bool active = row < a.rows;  // the last step may have more groups than rows
-            const RowStatistics statistics = moments.of_row(j - 1, posted_before);
+                for (int k = 0; k < kVectors; ++k) kept[k].load(x_row + at.at(k), at.holds(k));
+                posted = moments.of_warp(kept, at);
+                exchange.post_warp(posted, j, share.thread);
+                ring.fill_again(place, walk, j, x_part);
+                place.advance(a.stages);
+            }
+            if (j > walk.begin) {
+                const int64 row = first_row + (j - 1) * walk.step;
+                const bool active = row < a.rows;  // the last step may have more groups than rows
+                const RowStatistics statistics = moments.of_row(j - 1, posted_before);
 #pragma unroll
-            for (int k = 0; k < kVectors; ++k) {
-                Compute x[kVector];
-                kept_before[k].unpack(x);
+                for (int k = 0; k < kVectors; ++k) {
+                    Compute x[kVector];
+                    kept_before[k].unpack(x);
 #pragma unroll
-                for (int v = 0; v < kVector; ++v) {
-                    const Compute centred = kLayerNorm ? x[v] - statistics.mean : x[v];
-                    x[v] = centred * statistics.rstd * w[k][v] + b[k][v];
+                    for (int v = 0; v < kVector; ++v) {
+                        const Compute centred = kLayerNorm ? x[v] - statistics.mean : x[v];
+                        x[v] = centred * statistics.rstd * w[k][v] + b[k][v];
+                    }
+                    Vector packed;
+                    packed.pack(x);
+                    if (active && at.holds(k)) packed.store_streaming(y + k * own.step());
                 }
-                Vector packed;
-                packed.pack(x);
-                if (active && at.holds(k)) packed.store_streaming(y + k * own.step());
+                y += walk.step * a.y_row_stride;
+                if (active && share.thread == 0 && share.rank == 0) {
+                    a.rstd[row] = statistics.rstd;
+                    if constexpr (kLayerNorm) a.mean[row] = statistics.mean;
+                }
             }
-            y += walk.step * a.y_row_stride;
-            if (active && share.thread == 0 && share.rank == 0) {
-                a.rstd[row] = statistics.rstd;
-                if constexpr (kLayerNorm) a.mean[row] = statistics.mean;
-            }
-        }
-        posted_before = posted;
+            posted_before = posted;
 #pragma unroll
-        for (int k = 0; k < kVectors; ++k) kept_before[k] = kept[k];
-    }
+            for (int k = 0; k < kVectors; ++k) kept_before[k] = kept[k];
+        }
+    } while (kShares && shares.next(a, share, walk, ring, place, x_part));
     leave_together();
 }

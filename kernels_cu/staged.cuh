@@ -2,10 +2,10 @@
 //
 // A row is split by columns over the CLUSTER blocks of a cluster, `slab_columns` each, COLUMNS_PER_THREAD a thread. Where
 // CLUSTER is 1, a block may hold several `groups` of `group_threads` threads (a power of two then), each with a row of its
-// own. A block keeps `stages` steps, of a row for each group, in
-// flight, by bulk copies into its ring. A row of many warps comes in several copies, one for each team of neighbouring warps:
-// the last of them that is done with it asks for more. Smaller teams wait less for each other, but lost where they made many
-// small copies, of which a multiprocessor perhaps takes only one in some 50 cycles.
+// own; the rows of a block lie one after the other in memory. A block keeps `stages` steps, of a row for each group, in
+// flight, by bulk copies into its ring. A step comes in several copies, one for each team of neighbouring warps: the last of
+// them that is done with it asks for more. Smaller teams wait less for each other, but lost where they made many small
+// copies, of which a multiprocessor perhaps takes only one in some 50 cycles.
 //
 // With VECTOR = 0 rows may start anywhere: the copy takes the 16-byte words that cover the rows, at most 15 bytes more
 // on either side, all in words that hold at least one byte of a row.
@@ -21,35 +21,47 @@ constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kCluster = CLUSTER;  // known when compiled: at N=65536 RMSNorm took 118 us so, 135 us as an argument
 constexpr bool kClustered = kCluster > 1;
 constexpr int kMaxStages = 8;
-// Of a team: four warps where their columns make a copy of 16 KB of x and dy in 16 bits; in the largest clusters, where
-// the blocks wait for each other, all. Of two teams in place of one, RMSNorm at N=7168 gained 2.5%, LayerNorm at 131072 lost 3%.
-constexpr bool kSmallTeams = kColumnsPerThread * sizeof(Compute) >= 128 && (kCluster < 16 || kManyColumns);
-constexpr int kTeamThreads = kVector > 1 && kWholeWarps && kSmallTeams ? 128 : kMaxThreads;
+// Of a team: two warps where a thread has 32 or 64 columns; so few lost with other numbers of columns, at whose copies of 3 or
+// 5 KB the reason may be. Four in place of two lost 1% of RMSNorm at N=4096 and 7168, and 4% of its forward pass. In the
+// largest clusters, where the blocks wait for each other, a team is the block, but for rows that take nearly all its memory.
+constexpr int kTeamColumnBytes =
+    kVector > 1 && kWholeWarps && (kCluster < 16 || kManyColumns) ? kColumnsPerThread * int(sizeof(Compute)) : 0;
+constexpr int kTeamThreads = kTeamColumnBytes < 128 ? kMaxThreads : kTeamColumnBytes % 128 == 0 ? 64 : 128;
 constexpr int kMaxTeams = kMaxThreads / kTeamThreads;
 constexpr int kSlots = 4;  // a warp that posts sum j knows that all others have read sum j − 4
 
-// A block's share of a row, a thread's place in the block, and what the thread's team reads of a row. Several groups are
-// one team, several teams one group. No divisions: every instruction before the first copy is fetched from memory.
+// A block's share of a row, a thread's place in the block, and what the thread's team reads of a step: some of a row's
+// columns, or the rows of some groups. No divisions: the first copy waits for all of this.
 struct BlockShare {
     int groups, group, thread, rank, first_column, columns;
-    int team, team_warps;
-    int team_column, team_columns;  // the team's first column, from first_column on, and how many of a row it has
+    int team, team_thread, team_warps;
+    int team_group, team_rows;      // the first of the groups whose rows it reads, and how many
+    int team_column, team_columns;  // the first column, from first_column on, and how many
 
     template <class Arguments>
     __device__ explicit BlockShare(const Arguments& a)
         : groups(a.groups), group(groups > 1 ? threadIdx.x >> log2_of(a.group_threads) : 0),
           thread(threadIdx.x - group * a.group_threads), rank(kClustered ? cluster_rank() : 0),
           first_column(rank * a.slab_columns), columns(minimum(a.slab_columns, a.columns - first_column)),
-          team(0) {
+          team(0), team_group(0), team_rows(groups), team_column(0), team_columns(columns) {
         // Through a shuffle, the compiler knows that a warp's lanes agree, and computes addresses once for all of them.
-        if (kWholeWarps) group = __shfl_sync(0xffffffffu, group, 0);
+        if (kWholeWarps && !kClustered) group = __shfl_sync(0xffffffffu, group, 0);
         if (kMaxTeams > 1) team = __shfl_sync(0xffffffffu, threadIdx.x / unsigned(kTeamThreads), 0);
+        team_thread = threadIdx.x - team * kTeamThreads;
         const int threads = minimum(kTeamThreads, blockDim.x - team * kTeamThreads);
         team_warps = threads >> 5;
-        team_column = team * kTeamThreads * kColumnsPerThread;
-        const int left = columns - team_column;
-        team_columns = left < 0 ? 0 : minimum(left, threads * kColumnsPerThread);
+        if constexpr (kMaxTeams == 1) return;
+        if (!kClustered && groups > 1) {  // of 32 or 64 threads: whole groups
+            team_rows = kTeamThreads >> log2_of(a.group_threads);
+            team_group = team * team_rows;
+        } else {
+            team_column = team * kTeamThreads * kColumnsPerThread;
+            const int left = columns - team_column;
+            team_columns = left < 0 ? 0 : minimum(left, threads * kColumnsPerThread);
+        }
     }
+    // From a block's part of a place to its team's, in elements.
+    __device__ int team_offset() const { return team_group * columns + team_column; }
 };
 
 struct BlockState {
@@ -60,17 +72,25 @@ struct BlockState {
     Barrier::State columns_there;
 };
 
-// The steps of one block: `groups` consecutive rows each, of which these are the first. The host divides the rows.
+// The steps of one block, of `groups` consecutive rows each: those from number `begin` on, before number `end`. The host
+// divides the rows.
 struct RowWalk {
-    int64 first, step;
-    int count;
+    int64 first, step;  // the row that step 0 would begin with; rows from one step to the next
+    int begin, end;
 
-    template <class Arguments> __device__ RowWalk(const Arguments& a, const BlockShare& share) {
-        first = int64(blockIdx.x / kCluster) * share.groups;
-        step = int64(gridDim.x / kCluster) * share.groups;
-        count = a.steps + (first + a.steps * step < a.rows);
-    }
+    // Every block takes at least `steps` of the first `rows` rows.
+    __device__ RowWalk(const BlockShare& share, int64 rows, int steps)
+        : first(int64(blockIdx.x / kCluster) * share.groups), step(int64(gridDim.x / kCluster) * share.groups), begin(0),
+          end(steps + (first + steps * step < rows)) {}
     __device__ int64 row(int j) const { return first + j * step; }
+    // What follows: up to `most` steps of consecutive rows.
+    __device__ void go_on(int64 row, int64 rows, int groups, int most) {
+        const int64 left = (rows - row + groups - 1) / groups;
+        begin = end;
+        end += left < most ? int(left) : most;
+        step = groups;
+        first = row - begin * step;
+    }
 };
 
 // A place in the ring, and the parity of the phase that its barrier is in on this lap.
@@ -85,58 +105,41 @@ struct RingPlace {
     }
 };
 
-// One array's part of every place in a ring, and where in it the thread's team has its own. The rows of a step come in one
-// copy where they follow one another in memory, else in a copy each.
+// One array's part of every place in a ring, and where in it the thread's team has its own.
 template <class T> struct RingPart {
     const T* source;  // the team's columns of row 0
     int64 row_stride;
-    bool dense;
     int offset;      // of the team's own, from a place's start
-    int pitch;       // from one copy of a place to the next
     int part_bytes;  // of the whole block
 
     template <class Arguments>
     __device__ RingPart(const Arguments& a, const BlockShare& share, const T* base, int64 row_stride, int part_offset)
-        : source(base + share.first_column + share.team_column), row_stride(row_stride), dense(row_stride == a.columns) {
-        const int bytes = (dense ? share.groups : 1) * a.slab_columns * int(sizeof(T));
+        : source(base + share.team_group * row_stride + share.first_column + share.team_column), row_stride(row_stride) {
+        const int bytes = share.groups * a.slab_columns * int(sizeof(T));
         static_assert(kVector > 1 || kMaxTeams == 1, "there is room for the words that cover one team's rows");
-        pitch = (bytes + (kVector > 1 ? 0 : 128) + 127) / 128 * 128;
-        part_bytes = (dense ? 1 : share.groups) * pitch;
-        offset = part_offset + share.team_column * int(sizeof(T));
+        part_bytes = (bytes + (kVector > 1 ? 0 : 128) + 127) / 128 * 128;
+        offset = part_offset + share.team_offset() * int(sizeof(T));
     }
-    // Where in its place a copy's first row begins: as far from a multiple of 128 bytes as in memory. Off by other than that,
+    // Where in its place a step's first row begins: as far from a multiple of 128 bytes as in memory. Off by other than that,
     // copies took longer: RMSNorm, 100 MB, N=4096, stride N + 3, 38.4 us with places at multiples of 128 bytes, 36.6 us so.
     __device__ int lead(int64 row) const {
         if constexpr (kVector > 1) return 0;
         const unsigned low_bits = unsigned(reinterpret_cast<unsigned long long>(source));
         return (low_bits + unsigned(row) * unsigned(row_stride * sizeof(T))) % 128;
     }
-    // Of the 16-byte words that cover `rows` rows.
-    __device__ int copy_bytes(int64 row, int rows, int columns) const {
-        if (dense || kVector > 1) return covering_bytes(row, rows * columns);
-        int bytes = 0;
-        for (int i = 0; i < rows; ++i) bytes += covering_bytes(row + i, columns);
-        return bytes;
-    }
-    __device__ void copy(SharedAddress place, int64 row, int rows, int columns, Barrier full) const {
-        const int together = dense ? rows : 1;
-        for (int i = 0; i < rows; i += together) {
-            const int before = lead(row + i) % 16;
-            const char* const start = reinterpret_cast<const char*>(source + (row + i) * row_stride) - before;
-            const SharedAddress target = place + offset + i * pitch + lead(row + i) - before;
-            bulk_copy(target, start, covering_bytes(row + i, together * columns), full);
-        }
-    }
-    // Where the thread's group has its row in a place, as if it began at the block's first column.
-    __device__ const T* in(const char* place, const BlockShare& share, int64 row) const {
-        const int copy = dense ? 0 : share.group, row_of_copy = share.group - copy;
-        const int elements = row_of_copy * share.columns - share.team_column;
-        return reinterpret_cast<const T*>(place + offset + copy * pitch + lead(row + copy)) + elements;
-    }
-
-private:
-    __device__ int covering_bytes(int64 row, int elements) const {
+    // Of the 16-byte words that cover the rows.
+    __device__ int copy_bytes(int64 row, int elements) const {
         return (lead(row) % 16 + elements * int(sizeof(T)) + 15) / 16 * 16;
+    }
+    __device__ void copy(SharedAddress place, int64 row, int elements, Barrier full) const {
+        const int before = lead(row) % 16;
+        const char* const start = reinterpret_cast<const char*>(source + row * row_stride) - before;
+        bulk_copy(place + offset + lead(row) - before, start, copy_bytes(row, elements), full);
+    }
+    // Where the thread's group has its row in a place, as if that began at the block's first column.
+    __device__ const T* in(const char* place, const BlockShare& share, int64 row) const {
+        const int elements = share.group * share.columns - share.team_offset();
+        return reinterpret_cast<const T*>(place + offset + lead(row)) + elements;
     }
 };
 
@@ -159,33 +162,41 @@ struct Ring {
     __device__ char* place(int stage) const { return base + stage * stage_bytes; }
 
     template <class... Part> __device__ void fill(int stage, int64 row, const Part&... parts) const {
-        const int there = rows - row < share.groups ? int(rows - row) : share.groups;
+        const int64 left = rows - row - share.team_group;
+        const int elements = (left < share.team_rows ? int(left) : share.team_rows) * share.team_columns;
         const Barrier barrier = full[stage * kMaxTeams];
-        barrier.arrive_expecting((parts.copy_bytes(row, there, share.team_columns) + ...));
-        (parts.copy(base_address + stage * stage_bytes, row, there, share.team_columns, barrier), ...);
+        if (kMaxTeams > 1 && !kClustered && elements <= 0) return barrier.arrive();
+        barrier.arrive_expecting((parts.copy_bytes(row, elements) + ...));
+        (parts.copy(base_address + stage * stage_bytes, row, elements, barrier), ...);
     }
     // By the first warp of each team: lane j makes the barriers of place j, and fills it with step j. The first step is
     // asked for first of all, the others when it is well on its way: of what all blocks ask for at once, no part is there
     // much before the rest.
     template <class... Part> __device__ void start(const RowWalk& walk, const Part&... parts) const {
-        const int j = threadIdx.x % kTeamThreads;
-        if (j < stages) {
-            full[j * kMaxTeams].init(1);
-            done[j * kMaxTeams].init(share.team_warps);
-            fence_barrier_init();
-        }
-        __syncwarp();
+        const int j = share.team_thread;
+        if (j >= stages) return;
+        full[j * kMaxTeams].init(1);
+        done[j * kMaxTeams].init(share.team_warps);
+        fence_barrier_init();
         if (j == 0 && share.team_columns) fill(0, walk.row(0), parts...);
     }
     template <class... Part> __device__ void start_others(const RowWalk& walk, const Part&... parts) const {
-        const int j = threadIdx.x % kTeamThreads;
-        if (0 < j && j < minimum(stages, walk.count) && share.team_columns) fill(j, walk.row(j), parts...);
+        const int j = share.team_thread;
+        if (0 < j && j < minimum(stages, walk.end) && share.team_columns) fill(j, walk.row(j), parts...);
+    }
+    // By the first warp of each team, where the walk goes on, from `place`; all threads are done with what the ring held.
+    template <class... Part>
+    __device__ void start_again(const RingPlace& place, const RowWalk& walk, const Part&... parts) const {
+        const int i = share.team_thread, stage = place.stage + i;
+        if (i < minimum(stages, walk.end - walk.begin) && share.team_columns) {
+            fill(stage < stages ? stage : stage - stages, walk.row(walk.begin + i), parts...);
+        }
     }
     // By every thread of a warp that is done with step j, at `place`.
     template <class... Part>
     __device__ void fill_again(const RingPlace& place, const RowWalk& walk, int j, const Part&... parts) const {
         __syncwarp();
-        const bool more = j + stages < walk.count && share.team_columns;
+        const bool more = j + stages < walk.end && share.team_columns;
         if (threadIdx.x % 32 == 0 && more && done[place.stage * kMaxTeams].arrive_last()) {
             fill(place.stage, walk.row(j + stages), parts...);
         }
@@ -280,9 +291,6 @@ struct ColumnsAhead {
         if (threadIdx.x == 0) {
             there.init(1);
             fence_barrier_init();
-        }
-        __syncwarp();
-        if (threadIdx.x == 0) {
             there.arrive_expecting(bytes);
             bulk_copy(shared_address(place), source, bytes, there);
         }

@@ -188,6 +188,11 @@ def meeting_of(launch: Any) -> int:
     return int(launch.fields()[11])
 
 
+def counters_of(launch: Any) -> int:
+    """Where the memory begins in which blocks meet, and count shares of rows."""
+    return meeting_of(launch) - config.SHARES_BYTES if launch.kernel.startswith("backward") else int(launch.fields()[6])
+
+
 def test_a_captured_stream_gets_workspace_of_its_own(device: FakeDevice) -> None:
     """Each graph clears its meeting, too; the stream's own stays as it is."""
     backward("rmsnorm", call_of(device, "rmsnorm", out=results_of(device)))
@@ -199,7 +204,7 @@ def test_a_captured_stream_gets_workspace_of_its_own(device: FakeDevice) -> None
         device.zeroed.clear()
         backward("rmsnorm", call_of(device, "rmsnorm", out=results_of(device)))
         assert [by for by, _ in device.allocated] == allocated
-        assert [address for address, _ in device.zeroed] == [meeting_of(device.launched[-1])] * len(allocated)
+        assert [address for address, _ in device.zeroed] == [counters_of(device.launched[-1])] * len(allocated)
         meetings[capturing].add(meeting_of(device.launched[-1]))
     assert len(meetings[False]) == 1
     assert not meetings[False] & meetings[True]
@@ -225,7 +230,7 @@ def test_where_blocks_meet(device: FakeDevice) -> None:
     backward("rmsnorm", there)
     places.add((7, meeting_of(device.launched[-1])))
     assert len(places) == len({place for _, place in places}) == 4
-    assert sorted(address for address, _ in device.zeroed) == sorted(place for _, place in places)
+    assert sorted(address for address, _ in device.zeroed) == sorted(place - config.SHARES_BYTES for _, place in places)
 
 
 def test_a_stream_with_the_pointer_of_another_meets_elsewhere(device: FakeDevice) -> None:
@@ -252,26 +257,26 @@ def test_kept_workspace_grows(device: FakeDevice) -> None:
     """The largest call's workspace serves the smaller ones; where blocks meet, nothing else ever lies."""
     for rows in (64, 4000, 64):
         backward("rmsnorm", call_of(device, "rmsnorm", rows=rows))
-    small, large, again = (meeting_of(launch) for launch in device.launched)
+    small, large, again = (counters_of(launch) for launch in device.launched)
     assert small != large == again
-    assert device.zeroed == [(place, config.KEPT_MEETING_BYTES) for place in (small, large)]
+    assert device.zeroed == [(place, config.KEPT_COUNTER_BYTES) for place in (small, large)]
     for launch in device.launched:
-        assert config.meeting_bytes(launch.grid[0]) <= config.KEPT_MEETING_BYTES
-        assert min(launch.fields()[6:8]) >= meeting_of(launch) + config.KEPT_MEETING_BYTES
+        assert config.SHARES_BYTES + config.meeting_bytes(launch.grid[0]) <= config.KEPT_COUNTER_BYTES
+        assert min(launch.fields()[6:8]) >= counters_of(launch) + config.KEPT_COUNTER_BYTES
 
 
 def test_a_large_workspace_is_not_kept(device: FakeDevice) -> None:
     from cupynorm.cuda import launch
 
     kept: dict[int, Any] = {}
-    for meeting_bytes, size in ((64, config.KEPT_BYTES), (config.KEPT_MEETING_BYTES + 8, 512), (0, config.KEPT_BYTES)):
-        workspace = launch._Workspace(meeting_bytes, size)
+    for counter_bytes, size in ((64, config.KEPT_BYTES), (config.KEPT_COUNTER_BYTES + 8, 512), (0, config.KEPT_BYTES)):
+        workspace = launch._Workspace(counter_bytes, size)
         device.zeroed.clear()
         memory = workspace.take(device.stream, kept)
         assert not kept
-        assert device.zeroed == ([(memory.ptr, meeting_bytes)] if meeting_bytes else [])
-        meeting, part = workspace.parts(memory)
-        assert (meeting, part) == (memory.ptr if meeting_bytes else 0, memory.ptr + device.allocated[-1][1] - size)
+        assert device.zeroed == ([(memory.ptr, counter_bytes)] if counter_bytes else [])
+        (part,) = workspace.parts(memory)
+        assert counter_bytes <= part - memory.ptr == device.allocated[-1][1] - size
     assert launch._Workspace(0, 0).take(device.stream, kept) is None
     assert launch._Workspace(64, 512).take(device.stream, kept) is kept[device.stream.ptr][2]
 

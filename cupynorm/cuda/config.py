@@ -24,7 +24,7 @@ CLUSTERS = (1, 2, 4, 8, 16)
 # blocks wait for each other across multiprocessors, 255 us with 96 KB, 244 with 128 KB, 247 with 160 KB. LayerNorm,
 # slower over a row, gains where 112 KB make four stages of three: N=7168, the call 260 us with three, 247 with four.
 STAGED_LEAST_STAGES = 3
-STAGED_MOST_TEAMS = 2  # kMaxTeams
+STAGED_MOST_TEAMS = 4  # kMaxTeams
 STAGED_MAX_THREADS = 256  # kMaxThreads of staged.cuh: what leaves a thread the registers that it needs
 STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
 STAGED_RING_BYTES = {"rmsnorm": 96 << 10, "layernorm": 112 << 10}
@@ -45,6 +45,12 @@ STAGED_SHARED_W_BYTES = 3 * 8 * 4
 # With 40 columns a thread a longer part of a row goes to a cluster of twice as many blocks.
 STAGED_MOST_COLUMNS = {40: 8448}
 FORWARD_STAGED_LEAST_STAGES = 2
+# Forward, where each walker has many steps and is not alone on its multiprocessor: of all rows this part is handed out, in
+# shares of so many steps, to whoever is done first. 1 GB: RMSNorm N=2048 182 → 176 us, LayerNorm N=1024 186 → 179; a
+# tenth or a twenty-fourth of the rows, one step or three, within 1%; alone, RMSNorm N=6144 176 → 181.
+SHARED_PART = 1 / 16
+SHARE_STEPS = 2
+SHARES_LEAST_STEPS = 16
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 # Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more:
 # at N=65536 and 1 GB 210 us with 32, 182 with 64. RMSNorm there takes 174 with 32 and 178 with 64.
@@ -55,14 +61,15 @@ FEW_ROWS_A_WALKER = 4  # one walker on a multiprocessor then beats two: LayerNor
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 WORKSPACE_BYTES = 64 << 20
 KEPT_BYTES = 16 << 20  # of workspace, for each stream; a call that needs more allocates its own
-KEPT_MEETING_BYTES = 64 << 10  # of these, for meetings of up to 8000 blocks
+KEPT_COUNTER_BYTES = 64 << 10  # of these, for meetings of up to 8000 blocks, behind SHARES_BYTES
+SHARES_BYTES = 128  # struct SharesDrawn of forward.cuh, and no other counter on its line
 ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction
 REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
 REDUCTION_BATCH = 16  # kBatch of reduction.cuh, where registers allow it
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
 
 BACKWARD_ARGUMENTS = "12P4q10i"  # struct BackwardArguments in backward.cuh
-FORWARD_ARGUMENTS = "6P3qd8i"  # struct ForwardArguments in forward.cuh
+FORWARD_ARGUMENTS = "7P4qd10i"  # struct ForwardArguments in forward.cuh
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ELEMENT_CODES = {None: 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # enum ElementCode in element.cuh
@@ -124,6 +131,7 @@ class ForwardConfig:
     cluster: int = 1
     stages: int = 0
     shared_bytes: int = 0
+    shares: bool = False  # the last rows may be handed out in shares
 
     @property
     def groups(self) -> int:
@@ -223,11 +231,10 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
             continue
         per_thread, group = held
         block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
-        groups = _groups(block_threads, group) if cluster == 1 else 1
+        groups = _groups(block_threads, group) if cluster == 1 and contiguous else 1
         threads = groups * group
         outer_bytes = _column_sums_bytes(problem, per_thread) * threads
-        parts = ((name, problem.x_row_stride), (dy_name, problem.dy_row_stride))
-        step_bytes = sum(_part_bytes(part, vector, groups, slab, stride == problem.columns) for part, stride in parts)
+        step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
         ring_bytes = STAGED_RING_BYTES[problem.norm] if cluster < 8 else STAGED_LARGE_CLUSTER_RING_BYTES
         for blocks in _blocks_to_try(STAGED_BLOCKS * block_threads // threads):
             room = device.shared_bytes // blocks - _staged_static_bytes(name, cluster) - outer_bytes
@@ -345,6 +352,16 @@ def least_steps(config: BackwardConfig | ForwardConfig, rows: int, walkers: int)
     return _divide_up(rows, config.groups) // walkers
 
 
+def forward_shares(config: ForwardConfig, rows: int, walkers: int) -> tuple[int, int, int]:
+    """At least so many steps of each walker, the rows that the walkers take in these, and shares of the other rows."""
+    all_steps = _divide_up(rows, config.groups)
+    if not config.shares or all_steps < SHARES_LEAST_STEPS * walkers:
+        return all_steps // walkers, rows, 0
+    steps = int(all_steps * (1 - SHARED_PART)) // walkers
+    walk_rows = steps * walkers * config.groups
+    return steps, walk_rows, _divide_up(rows - walk_rows, config.groups * SHARE_STEPS)
+
+
 # Clusters that an H100 or H200 with 132 multiprocessors holds at once, one block on each, by cluster size.
 _CLUSTERS_OF_132 = {2: 66, 4: 30, 8: 15, 16: 7}
 
@@ -433,9 +450,9 @@ def _forward_staged(
         per_thread, group = held
         at_once = _forward_threads_at_once(problem.norm, name, vector > 1, per_thread)
         block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
-        groups = _groups(block_threads, group) if cluster == 1 else 1
+        groups = _groups(block_threads, group) if cluster == 1 and contiguous else 1
         threads = groups * group
-        step_bytes = _part_bytes(name, vector > 1, groups, slab, contiguous)
+        step_bytes = _part_bytes(name, vector > 1, groups * slab)
         static_bytes = _staged_static_bytes(name, cluster)
         for blocks in _blocks_to_try(at_once // threads):
             stages = min((device.shared_bytes // blocks - static_bytes) // step_bytes, STAGED_MOST_STAGES)
@@ -452,14 +469,14 @@ def _forward_staged(
                     cluster=cluster,
                     stages=stages,
                     shared_bytes=max(step_bytes * stages, device.shared_bytes // (blocks + 1)),
+                    shares=cluster == 1 and per_thread > columns_per_thread(name) and blocks > 1,
                 )
     return None
 
 
-def _part_bytes(name: str, vector: bool, groups: int, slab: int, dense: bool) -> int:
+def _part_bytes(name: str, vector: bool, elements: int) -> int:
     """RingPart::part_bytes of staged.cuh."""
-    copies, rows = (1, groups) if dense else (groups, 1)
-    return copies * _divide_up(rows * slab * ITEMSIZE[name] + (0 if vector else 128), 128) * 128
+    return _divide_up(elements * ITEMSIZE[name] + (0 if vector else 128), 128) * 128
 
 
 def triad_definitions(x_name: str, streaming: bool) -> tuple[str, ...]:

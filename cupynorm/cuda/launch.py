@@ -54,12 +54,12 @@ class Backward:
         itemsize = problem.compute_dtype.itemsize
         partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize if reduces else 0
         self._workspace = _Workspace(
-            choose.meeting_bytes(blocks) if reduces else 0,
+            choose.SHARES_BYTES + choose.meeting_bytes(blocks) if reduces else 0,
             partials_bytes if problem.want_dw else 0,
             partials_bytes if problem.want_db else 0,
             problem.rows * config.slabs * 2 * itemsize if split and problem.want_dx else 0,
         )
-        self._one_row = one_row
+        self._one_row, self._reduces = one_row, reduces
 
         launches = [main.over(*grid)]
         if split and problem.want_dx:
@@ -102,7 +102,8 @@ class Backward:
             return
         arguments, kept = self._thread.own
         memory = self._workspace.take(stream, kept)
-        meeting, dw_partials, db_partials, sums = self._workspace.parts(memory)
+        dw_partials, db_partials, sums = self._workspace.parts(memory)
+        meeting = memory.ptr + choose.SHARES_BYTES if self._reduces else 0
         if self._one_row:
             arguments.fill(x, dy, w, mean, rstd, dx, dw, db, sums, 0, 0, 0)
         else:
@@ -121,7 +122,8 @@ class Forward:
         self.problem = problem
         if not problem.rows:
             return
-        device = device_of(cupy.cuda.runtime.getDevice())
+        device_id = cupy.cuda.runtime.getDevice()
+        device = device_of(device_id)
         config = choose.forward_config(problem, _is_aligned(problem, offset), device)
         main = Launch(
             kernel(config.file, config.kernel, config.definitions),
@@ -130,11 +132,14 @@ class Forward:
             cluster=config.cluster,
         )
         walkers = min(_walkers_at_once(main, config.cluster, device), -(-problem.rows // config.groups))
+        steps, walk_rows, shares = choose.forward_shares(config, problem.rows, walkers)
+        self._workspace = _Workspace(choose.SHARES_BYTES if shares else 0)
 
-        def make_arguments() -> Arguments:
-            return Arguments(
+        def make_arguments() -> tuple[Arguments, _Kept]:
+            arguments = Arguments(
                 choose.FORWARD_ARGUMENTS,
                 problem.rows,
+                walk_rows,
                 problem.x_row_stride,
                 problem.out_row_stride,
                 problem.eps,
@@ -144,9 +149,12 @@ class Forward:
                 config.group_threads,
                 config.slab_columns,
                 config.stages,
-                choose.least_steps(config, problem.rows, walkers),
+                steps,
                 config.groups,
+                shares,
+                choose.SHARE_STEPS,
             )
+            return arguments, _kept.on_device[device_id]
 
         self._launch = main.over(walkers * config.cluster)
         self._thread = PerThread(make_arguments)
@@ -156,9 +164,11 @@ class Forward:
         if not self.problem.rows:
             return
         mean, rstd = statistics if len(statistics) == 2 else (0, *statistics)
-        arguments = self._thread.own
-        arguments.fill(x, w, b, y, mean, rstd)
-        self._launch(_current_stream().ptr, arguments.address, 0)
+        arguments, kept = self._thread.own
+        stream = _current_stream()
+        memory = self._workspace.take(stream, kept)
+        arguments.fill(x, w, b, y, mean, rstd, 0 if memory is None else memory.ptr)
+        self._launch(stream.ptr, arguments.address, 0)
 
 
 # The memory that is kept for each stream, by its pointer: which stream that was, bytes, memory.
@@ -176,47 +186,49 @@ _kept = _KeptMemory()
 
 
 class _Workspace:
-    """Memory that the kernels of a call need: a Meeting (reduction.cuh), and behind it parts of the given sizes.
+    """Memory that the kernels of a call need: counters, and behind them parts of the given sizes.
+
+    The counters are SharesDrawn (forward.cuh) and, from SHARES_BYTES on, a Meeting (reduction.cuh).
 
     A stream's launches follow one another, so its calls use the same memory, which is kept from call to call. A graph,
     which may be launched on any stream, has its own, and so has a call that needs more than KEPT_BYTES.
     """
 
-    def __init__(self, meeting_bytes: int, *sizes: int) -> None:
-        self._meeting_bytes = meeting_bytes
-        # Where all meetings lie, nothing else ever does: it would look like what blocks write there.
-        meeting_end = max(choose.KEPT_MEETING_BYTES, meeting_bytes)
-        whole = [-(-size // _PART_BYTES) * _PART_BYTES for size in (meeting_end, *sizes)]
-        starts = list(accumulate(whole, initial=0))
-        self._starts = [start if size else None for start, size in zip(starts, (meeting_bytes, *sizes), strict=False)]
-        self._bytes = starts[-1] if any((meeting_bytes, *sizes)) else 0
-        self._keeps = meeting_bytes <= choose.KEPT_MEETING_BYTES and self._bytes <= choose.KEPT_BYTES
+    def __init__(self, counter_bytes: int, *sizes: int) -> None:
+        counters, *parts = (-(-size // _PART_BYTES) * _PART_BYTES for size in (counter_bytes, *sizes))
+        most = choose.KEPT_COUNTER_BYTES
+        self._keeps = counters <= most and most + sum(parts) <= choose.KEPT_BYTES
+        self._counter_bytes = counter_bytes
+        # In kept memory nothing else ever lies where counters do: it would look like what blocks write there.
+        *starts, end = accumulate(parts, initial=choose.KEPT_COUNTER_BYTES if self._keeps else counters)
+        self._starts = [start if size else None for start, size in zip(starts, sizes, strict=True)]
+        self._bytes = end if counter_bytes or any(sizes) else 0
 
     def take(self, stream: Any, kept: _Kept) -> Any:
         """The memory, or None where none is needed."""
         if not self._bytes:
             return None
         if is_capturing(stream):
-            return self._new(_malloc_async, self._bytes, self._meeting_bytes, stream)
+            return self._new(_malloc_async, self._bytes, self._counter_bytes, stream)
         if not self._keeps:
-            return self._new(_alloc, self._bytes, self._meeting_bytes, stream)
+            return self._new(_alloc, self._bytes, self._counter_bytes, stream)
         entry = kept.get(stream.ptr)
         # A new stream may have the pointer of one that is gone, but whose work is not.
         if entry is not None and entry[0]() is stream and entry[1] >= self._bytes:
             return entry[2]
-        memory = self._new(_alloc, self._bytes, choose.KEPT_MEETING_BYTES, stream)
+        memory = self._new(_alloc, self._bytes, choose.KEPT_COUNTER_BYTES, stream)
         kept[stream.ptr] = weakref.ref(stream, functools.partial(_forget, kept, stream.ptr)), self._bytes, memory
         return memory
 
     @staticmethod
-    def _new(allocate: Any, size: int, meeting_bytes: int, stream: Any) -> Any:
+    def _new(allocate: Any, size: int, counter_bytes: int, stream: Any) -> Any:
         memory = allocate(size)
-        if meeting_bytes:
-            cupy.cuda.runtime.memsetAsync(memory.ptr, 0, meeting_bytes, stream.ptr)
+        if counter_bytes:
+            cupy.cuda.runtime.memsetAsync(memory.ptr, 0, counter_bytes, stream.ptr)
         return memory
 
     def parts(self, memory: Any) -> list[int]:
-        """The addresses of the meeting and of each part, 0 for one of no size."""
+        """The addresses of the parts, 0 for one of no size."""
         if memory is None:
             return [0] * len(self._starts)
         base = memory.ptr
