@@ -13,9 +13,6 @@ struct Slab {
 
     __device__ explicit Slab(const BackwardArguments& a)
         : first_column(blockIdx.x * a.slab_columns), columns(minimum(a.slab_columns, a.columns - first_column)) {}
-    __device__ const void* columns_of(const void* base, int code) const {
-        return static_cast<const char*>(base) + int64(first_column) * element_bytes(code);
-    }
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_sums(const BackwardArguments a) {
@@ -23,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_sums(co
     const Slab slab(a);
     const Columns own(threadIdx.x, kThreads, slab.columns);
     Weights w;
-    w.load(slab.columns_of(a.w, a.w_code), a.w_code, own);
+    w.load(column_address(a.w, a.w_code, slab.first_column), a.w_code, own);
 
     int buffer = 0;
     for (int64 row = blockIdx.y; row < a.rows; row += gridDim.y, buffer ^= 1) {
@@ -58,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
     ColumnSums column_sums(shared, threadIdx.x, kThreads);
     const auto partial_row = [&] { return PartialRow(a, blockIdx.y, slab.first_column); };
     Weights w;
-    w.load(slab.columns_of(a.w, a.w_code), a.w_code, own);
+    w.load(column_address(a.w, a.w_code, slab.first_column), a.w_code, own);
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
 
     for (int64 row = blockIdx.y; row < a.rows; row += gridDim.y) {

@@ -11,8 +11,8 @@
 // over its warps and blocks likewise; a column over 16 rows (64 where a thread has many columns), over these in turn, over
 // the block's groups.
 //
-// A kernel starts with nothing in the instruction caches: what stands before the first copies is short, and what is waited
-// for is asked for in the order in which it is needed.
+// What stands before the first copies is short (by stamps, a kernel's first instructions take long; perhaps they come from
+// memory), and what is waited for is asked for in the order in which it is needed.
 #include "backward.cuh"
 #include "staged.cuh"
 
@@ -93,9 +93,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const ColumnsAhead w_ahead(state, share, a.w, a.w_code, shared, ColumnSums::shared_bytes(blockDim.x));
     ring.start(walk, x_part, dy_part);
     exchange.start(share.thread);
-    barriers_made();
+    announce_barriers();
     if (a.meeting) a.meeting->start();
-    barriers_ready();
+    wait_for_barriers();
 
     const Columns own(share.thread, a.group_threads, share.columns);
     Weights w;
@@ -134,9 +134,10 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         if (j > 0) {
             const RowCoefficients coefficients(exchange.collect(j - 1, posted_before), reciprocal_columns, row_before);
             if (a.dx && active_before) {
-                staged_row(place_before, j - 1).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool holds) {
-                    second_half(dx + k * own.step(), holds, k, x, dy, w, row_before, coefficients);
-                });
+                staged_row(place_before, j - 1)
+                    .for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool holds) {
+                        second_half(dx + k * own.step(), holds, k, x, dy, w, row_before, coefficients);
+                    });
             }
             dx += walk.step * a.dx_row_stride;
             ring.fill_again(place_before, walk, j - 1, x_part, dy_part);

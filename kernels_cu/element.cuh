@@ -23,6 +23,11 @@ __device__ constexpr int element_bytes(int code) { return code == kFloat64 ? 8 :
 __device__ constexpr int minimum(int a, int b) { return a < b ? a : b; }
 __device__ inline int log2_of(unsigned power_of_two) { return 31 - __clz(power_of_two); }
 
+// Where column `column` of an array over columns lies.
+__device__ inline const void* column_address(const void* base, int code, int64 column) {
+    return static_cast<const char*>(base) + column * element_bytes(code);
+}
+
 // --- widening: exact ------------------------------------------------------------------------------------------------
 
 template <class C> __device__ C widen(float16 value) {

@@ -187,7 +187,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const SumExchange<false> exchange(state, share, a.group_threads);
     ring.start(walk, x_part);
     exchange.start(share.thread);
-    barriers_made();
+    announce_barriers();
 
     const Columns own(share.thread, a.group_threads, share.columns);
     Compute w[kVectors][kVector], b[kVectors][kVector];
@@ -197,7 +197,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     load_columns(w, a.w, a.w_code, own_column);
     load_columns(b, a.b, a.b_code, own_column);
     ring.start_others(walk, x_part);
-    barriers_ready();
+    wait_for_barriers();
 
     const RowMoments moments(a, own, exchange);
     RingPlace place;

@@ -282,8 +282,7 @@ struct ColumnsAhead {
 
     __device__ ColumnsAhead(BlockState& state, const BlockShare& share, const void* base, int code, void* place,
                             int place_bytes)
-        : there{shared_address(&state.columns_there)},
-          source(static_cast<const char*>(base) + share.first_column * element_bytes(code)) {
+        : there{shared_address(&state.columns_there)}, source(column_address(base, code, share.first_column)) {
         const bool aligned = unsigned(reinterpret_cast<unsigned long long>(source)) % 16 == 0;
         const int bytes = (share.columns * element_bytes(code) + 15) / 16 * 16;  // whole words that hold a column
         copied = base && aligned && bytes <= place_bytes;
@@ -301,11 +300,11 @@ struct ColumnsAhead {
     }
 };
 
-// All barriers that the threads of a block, and of a cluster, have made are there for all of them.
-__device__ inline void barriers_made() {
+// Barriers are there for all threads of the block, and of the cluster, when each has announced what it made, and waited.
+__device__ inline void announce_barriers() {
     if constexpr (kClustered) cluster_arrive_relaxed();
 }
-__device__ inline void barriers_ready() {
+__device__ inline void wait_for_barriers() {
     if constexpr (kClustered) cluster_wait();
     else __syncthreads();
 }

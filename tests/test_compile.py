@@ -28,7 +28,6 @@ COMPILE_ALL = bool(os.environ.get("CUPYNORM_COMPILE_ALL"))
 MIXED_TYPES = ((9, 0), ("CLUSTER=2", "CLUSTER=4", "CLUSTER=8"))  # for which; left out there
 
 
-
 class Allowed(NamedTuple):
     """So many bytes may be spilled where kernel, architecture (None: any) and all definitions agree, and why."""
 

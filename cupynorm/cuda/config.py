@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,8 +44,8 @@ STAGED_SHARED_W_BYTES = 3 * 8 * 4
 # With 40 columns a thread a longer part of a row goes to a cluster of twice as many blocks.
 STAGED_MOST_COLUMNS = {40: 8448}
 FORWARD_STAGED_LEAST_STAGES = 2
-# Forward, where each walker has many steps and is not alone on its multiprocessor: of all rows this part is handed out, in
-# shares of so many steps, to whoever is done first. 1 GB: RMSNorm N=2048 182 → 176 us, LayerNorm N=1024 186 → 179; a
+# Forward, where each walker has many steps and is not alone on its multiprocessor: of all rows this part is handed out,
+# in shares of so many steps, to whoever is done first. 1 GB: RMSNorm N=2048 182 → 176 us, LayerNorm N=1024 186 → 179; a
 # tenth or a twenty-fourth of the rows, one step or three, within 1%; alone, RMSNorm N=6144 176 → 181.
 SHARED_PART = 1 / 16
 SHARE_STEPS = 2
@@ -75,8 +74,7 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ELEMENT_CODES = {None: 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # enum ElementCode in element.cuh
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(NamedTuple):
     """What launch choices depend on."""
 
     compute_capability: tuple[int, int]
@@ -99,8 +97,7 @@ class Device:
         return {9: 16, 10: 16}.get(self.compute_capability[0], 8) if self.has_clusters else 1
 
 
-@dataclass(frozen=True)
-class BackwardConfig:
+class BackwardConfig(NamedTuple):
     """How one backward problem runs: see the head of the source file for what the words mean."""
 
     route: str  # "direct", "staged" or "split": backward_<route>.cu
@@ -118,8 +115,7 @@ class BackwardConfig:
         return self.threads // self.group_threads
 
 
-@dataclass(frozen=True)
-class ForwardConfig:
+class ForwardConfig(NamedTuple):
     """How one forward problem runs: see the head of the source file for what the words mean."""
 
     file: str
@@ -483,8 +479,7 @@ def triad_definitions(x_name: str, streaming: bool) -> tuple[str, ...]:
     return (f"ELEMENT={x_name}", f"STREAMING={int(streaming)}")
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """One compilation: a source file, its kernels, its definitions."""
 
     file: str
