@@ -61,6 +61,20 @@ ALLOWED_SPILLS = (
         8,
         "One register of 128, set before the first row and read once a row; rows of over 65536 elements off 16 bytes.",
     ),
+    Allowed(
+        "backward_direct",
+        (7, 5),
+        ("X_TYPE=float32", "DY_TYPE=float32", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),
+        8,
+        "By the disassembly: one of 128 registers, set before the first row and read once a row.",
+    ),
+    Allowed(
+        "backward_direct",
+        (8, 0),
+        ("LAYER_NORM=1", "X_TYPE=float32", "VECTOR=1", "MAX_THREADS=512"),
+        24,
+        "By the disassembly: an address, set before the first row and read three times after the last.",
+    ),
 )
 
 REPORT = re.compile(

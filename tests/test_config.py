@@ -184,6 +184,28 @@ def test_forward_configs_hold_their_rows(device, x, aligned):
                 assert columns <= chosen.group_threads * per_thread, at
 
 
+def test_walks_and_shares_cover_all_rows():
+    """Each row is in one walk or in one share; no share is empty; a part of what the walkers would take is shared."""
+    for columns, shared in ((128, False), (768, True), (1024, True), (4096, True), (6144, False), (65536, False)):
+        problem = backward(columns, "bfloat16", "bfloat16", norm="rmsnorm")
+        problem = replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
+        chosen = config.forward_config(problem, True, DEVICES["sm_90"])
+        assert chosen.shares == shared, columns
+        for walkers, steps, more in product((1, 30, 528), (1, 15, 16, 17, 100, 1000), (-1, 0, 1)):
+            rows = walkers * steps * chosen.groups + more
+            own, walk_rows, shares = config.forward_shares(chosen, rows, walkers)
+            all_steps = -(-rows // chosen.groups)
+            assert shares == 0 or shared
+            assert (shares > 0) == (shared and all_steps >= 16 * walkers)
+            if shares:
+                assert walk_rows == walkers * own * chosen.groups
+                left, a_share = rows - walk_rows, config.SHARE_STEPS * chosen.groups
+                assert (shares - 1) * a_share < left <= shares * a_share
+                assert left <= rows * config.SHARED_PART + (walkers + 1) * chosen.groups
+            else:
+                assert (own, walk_rows) == (all_steps // walkers, rows)
+
+
 def test_mixed_types_take_vectors_of_the_smaller_one():
     assert config.vector_width("bfloat16", "float32") == 8
     assert config.vector_width("float32", "float64") == 4

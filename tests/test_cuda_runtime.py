@@ -24,6 +24,7 @@ from helpers import (
 )
 from tolerances import EPS, check, dx_bound
 
+import cupynorm
 from cupynorm.numpy_backend import reference_backward
 
 pytestmark = pytest.mark.gpu
@@ -119,6 +120,51 @@ def test_stream_capture(cupy: Any, norm: str, columns: int) -> None:
             assert_same_bits(out, expected[round_])
         assert_same_bits(forward_out, expected_forward)
         assert all(bool((neighbour == 0x5A).all()) for neighbour in neighbours), "the graph wrote into others' memory"
+
+
+@pytest.mark.parametrize("columns", [768, 1001, 1024, 4096])
+@pytest.mark.parametrize("norm", NORMS)
+def test_shares_of_rows(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, columns: int) -> None:
+    """Rows that go to whoever is done first have the bits that they have alone: in one call after another, on two
+    streams at once, and in a graph, each of which counts shares of its own."""
+    from cupynorm import dispatch
+    from cupynorm.cuda import config
+
+    shares, divide = [], config.forward_shares
+    monkeypatch.setattr(config, "forward_shares", lambda *given: shares.append(divide(*given)[2]) or divide(*given))
+    dispatch.plan_of.cache_clear()
+    rows = 48_000_000 // columns
+    x = cupy.random.default_rng(columns).standard_normal((rows, columns), np.float32).astype(DTYPES["bfloat16"])
+    w, b = cupy.random.default_rng(1).standard_normal((2, columns), np.float32)
+    function = cupynorm.rmsnorm_forward if norm == "rmsnorm" else cupynorm.layernorm_forward
+    arguments = (w,) if norm == "rmsnorm" else (w, b)
+    expected = [function(x[start : start + 1000], *arguments) for start in range(0, rows, 1000)]
+    expected = tuple(cupy.concatenate(parts) for parts in zip(*expected, strict=True))
+    assert shares
+    assert not any(shares)
+    for _ in range(3):
+        assert_same_bits(function(x, *arguments), expected)
+    assert shares[-1] > 0
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    outputs = [tuple(poisoned(cupy, like.shape, like.dtype) for like in expected) for _ in streams]
+    cupy.cuda.Device().synchronize()
+    for _ in range(4):
+        for stream, out in zip(streams, outputs, strict=True):
+            with stream:
+                function(x, *arguments, out=out)
+    cupy.cuda.Device().synchronize()
+    for out in outputs:
+        assert_same_bits(out, expected)
+    with streams[0]:
+        streams[0].begin_capture()
+        function(x, *arguments, out=outputs[0])
+        graph = streams[0].end_capture()
+        for _ in range(2):
+            for result in outputs[0]:
+                result.view(f"u{result.dtype.itemsize}").fill(0xAA)
+            graph.launch(streams[0])
+            streams[0].synchronize()
+            assert_same_bits(outputs[0], expected)
 
 
 @pytest.mark.parametrize("norm", NORMS)
