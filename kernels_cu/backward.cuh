@@ -58,7 +58,7 @@ struct BackwardArguments {
     int w_code, dw_code;    // ElementCode, of w, and of dw and db
     int group_threads;      // threads that share a row
     int slab_columns;       // columns of a row that one block holds
-    int stages;             // staged route: rows in flight
+    int stages;             // staged route: steps in flight
     int steps;              // staged route: at least so many of each walk over the rows
     int partial_rows;
     int row_threads;        // final reduction: threads that share a column, a power of two

@@ -70,7 +70,7 @@ private:
 };
 
 // Threads on a multiprocessor that leave each the registers that it needs.
-constexpr int kThreadsAtOnce = kColumnsPerThread == 24 ? 384
+constexpr int kThreadsAtOnce = kColumnsPerThread == 24 && (sizeof(X) < 4 || !kWantDb) ? 384
                                : !kWholeWarps && __CUDA_ARCH__ < (kVector > 1 ? 1200 : 1000) ? 512 : kMaxThreads;
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)

@@ -169,7 +169,9 @@ struct Shares {
 private:
     // The last to finish leaves zeros to the next launch.
     __device__ static void finish(SharesDrawn& shares) {
+        __threadfence();
         if (atomicAdd(&shares.finished, 1u) + 1 < gridDim.x) return;
+        __threadfence();
         shares.drawn = 0;
         shares.finished = 0;
     }

@@ -62,6 +62,13 @@ ALLOWED_SPILLS = (
         "One register of 128, set before the first row and read once a row; rows of over 65536 elements off 16 bytes.",
     ),
     Allowed(
+        "backward_staged",
+        (12, 0),
+        ("LAYER_NORM=0", "X_TYPE=float32", "WANT_DB=1", "VECTOR=1"),
+        16,
+        "By the disassembly: an address, set at the start, read once before the first row and once after the last.",
+    ),
+    Allowed(
         "backward_direct",
         (7, 5),
         ("X_TYPE=float32", "DY_TYPE=float32", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),

@@ -263,6 +263,8 @@ Choice = tuple[tuple[int, ...], ...]  # columns a thread, those to be preferred 
 
 def _staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) -> Choice:
     """Columns a thread to choose from; rare combinations, of which there are many, have no choice."""
+    if not vector and not device.has_large_shared_memory:  # with 32, and db, kernels spill
+        return ((columns_per_thread(x),),)
     usual = x != dy or cluster > (4 if vector else 8) or not device.has_large_shared_memory
     choices = STAGED_USUAL_COLUMNS_PER_THREAD if usual else STAGED_COLUMNS_PER_THREAD[vector]
     choice = choices["float64" if x == "float64" else "float32"]
@@ -272,7 +274,7 @@ def _staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) 
 
 def _forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Device) -> Choice:
     """The same for the forward pass."""
-    if not vector:
+    if not vector and device.has_large_shared_memory:
         return (STAGED_USUAL_COLUMNS_PER_THREAD["float64" if x == "float64" else "float32"],)
     if ITEMSIZE[x] != 2 or not device.has_large_shared_memory:
         return _staged_choice(x, x, vector, cluster, device)
