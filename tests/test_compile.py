@@ -22,9 +22,9 @@ pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
 
 COMPUTE_CAPABILITIES = [(7, 5), (8, 0), (9, 0), (10, 0), (12, 0)]
 
-# All variants take 15 minutes on two cores, and in nearly half of them x and dy differ in type. Unless this is set,
-# these are compiled for one architecture, without the rarest; and where rows lie off 16 bytes, of the clusters on newer
-# architectures only the smallest and the largest.
+# All variants take well over ten minutes on two cores, and in nearly half of them x and dy differ in type. Unless this
+# is set, these are compiled for one architecture, without the rarest; and where rows lie off 16 bytes, of the clusters
+# on newer architectures only the smallest and the largest.
 COMPILE_ALL = bool(os.environ.get("CUPYNORM_COMPILE_ALL"))
 MIXED_TYPES_ON = (9, 0)
 MIXED_TYPES_LEFT_OUT = {
