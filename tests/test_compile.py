@@ -49,23 +49,16 @@ ALLOWED_SPILLS = (
         "backward_staged",
         None,
         ("LAYER_NORM=1", "WANT_DB=1", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
-        32,
-        "w, dw and db of 64 columns leave 63 registers. On an H200, 636x262144, bfloat16: LayerNorm 288 us, in two "
+        8,
+        "w, dw and db of 64 columns leave 63 registers. On an H200, 636x262144, bfloat16: LayerNorm 284 us, in two "
         "sweeps, which spill nothing, 575 us.",
     ),
     Allowed(
         "backward_staged",
         None,
         ("LAYER_NORM=0", "WANT_DB=1", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
-        80,
+        44,
         "As LayerNorm; not timed on its own.",
-    ),
-    Allowed(
-        "forward_staged",
-        None,
-        ("LAYER_NORM=1", "VECTOR=0", "CLUSTER=16"),
-        8,
-        "One register of 128, set before the first row and read once a row; rows of over 65536 elements off 16 bytes.",
     ),
     Allowed(
         "backward_staged",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -152,6 +153,34 @@ def test_rows_that_fit_on_chip_are_read_once():
     assert route(262144, "float64", hopper) == "split"
     assert {route(n, "bfloat16", ampere) for n in (128, 1024, 8192)} == {"direct"}
     assert route(16384, "bfloat16", ampere) == "split"
+
+
+@pytest.mark.parametrize(
+    ("names", "x", "dy", "aligned", "columns"),
+    [
+        ("sm_90 sm_100", "bfloat16", "bfloat16", True, 262144),
+        ("sm_90 sm_100", "bfloat16", "bfloat16", False, 131072),
+        ("sm_90 sm_100", "bfloat16", "float16", True, 131072),
+        ("sm_90 sm_100", "bfloat16", "float64", False, 80000),
+        ("sm_90 sm_100", "float32", "float64", False, 80000),
+        ("sm_90 sm_100", "float32", "float32", False, 111000),
+        ("sm_90 sm_100", "float64", "float64", False, 54000),
+        ("sm_120", "bfloat16", "bfloat16", False, 32768),
+        ("sm_120", "float32", "float32", False, 23808),
+        ("sm_120", "float64", "float64", False, 11520),
+        ("sm_120", "bfloat16", "float32", False, 28160),
+        ("sm_120", "float32", "float64", False, 16384),
+        ("sm_75 sm_80", "float32", "bfloat16", True, 7680),
+        ("sm_75 sm_80", "float64", "float64", True, 3840),
+        ("sm_75 sm_80", "float32", "bfloat16", False, 6144),
+        ("sm_75 sm_80", "float64", "float64", False, 3072),
+    ],
+)
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_the_readmes_lengths_are_read_once(norm, names, x, dy, aligned, columns):
+    assert str(columns) in (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    for name in names.split():
+        assert config.backward_config(backward(columns, x, dy, norm=norm), aligned, DEVICES[name]).route != "split"
 
 
 @pytest.mark.parametrize("aligned", [True, False])
