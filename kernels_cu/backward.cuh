@@ -47,11 +47,11 @@ struct BackwardArguments {
     const Compute* mean;    // LayerNorm
     const Compute* rstd;
     X* dx;                  // null: not wanted
-    Compute* dw_partials;   // null: not wanted; a row of partial_row_stride(columns) for each block or cluster
+    void *dw, *db;          // null: not wanted
+    Compute* dw_partials;   // a row of partial_row_stride(columns) for each block or cluster
     Compute* db_partials;
     Sums<Compute>* sums;    // split route: rows × slabs
-    void *dw, *db;          // null: not wanted
-    Meeting* meeting;       // null: there is nothing to reduce
+    Meeting* meeting;       // null: nothing to reduce; a single partial row is dw and db themselves
     int64 rows;
     int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
     int columns;
@@ -165,8 +165,13 @@ struct PartialRow {
 
     __device__ PartialRow(const BackwardArguments& a, int64 row, int first_column) {
         const int64 start = row * partial_row_stride(a.columns) + first_column;
-        dw = a.dw_partials ? a.dw_partials + start : nullptr;
-        db = kWantDb && a.db_partials ? a.db_partials + start : nullptr;
+        dw = in(a, a.dw, a.dw_partials, start);
+        db = kWantDb ? in(a, a.db, a.db_partials, start) : nullptr;
+    }
+
+private:
+    __device__ static Compute* in(const BackwardArguments& a, void* result, Compute* partials, int64 start) {
+        return result ? (a.meeting ? partials : static_cast<Compute*>(result)) + start : nullptr;
     }
 };
 
@@ -353,14 +358,15 @@ private:
     }
 };
 
-// When a block is done with its rows: its partial row, and its share of the final reduction, which reads kBatch partial
-// rows at once: 16 where registers allow it, else 8.
-template <int kBatch, class FindTarget>
-__device__ void finish_columns(const BackwardArguments& a, ColumnSums& sums, FindTarget partial_row, const Columns& own,
-                               int group_threads, void* shared) {
-    const Outlook outlook(a.meeting);
-    if (a.dw_partials || a.db_partials) sums.write_partials(partial_row(), own, group_threads);
-    if (a.meeting) reduce_partials<kBatch, Compute>(a, outlook, shared);
+// When the column sums are complete: the block's partial row, for all to see.
+template <class FindTarget>
+__device__ Attendance publish_columns(const BackwardArguments& a, ColumnSums& sums, FindTarget partial_row,
+                                      const Columns& own, int group_threads) {
+    Attendance attendance;
+    if (a.meeting) attendance.look(*a.meeting);
+    if (a.dw || a.db) sums.write_partials(partial_row(), own, group_threads);
+    if (a.meeting) attendance.arrive(*a.meeting);
+    return attendance;
 }
 
 // The first half of a row's work, for one vector: its share of the row's sums and of the columns' sums. Both take the

@@ -83,5 +83,6 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
         else load(current, row + step);
     }
 
-    finish_columns<kMaxThreads == 256 ? 16 : 8>(a, column_sums, partial_row, own, a.group_threads, shared);
+    const Attendance attendance = publish_columns(a, column_sums, partial_row, own, a.group_threads);
+    reduce_partials<kMaxThreads == 256 ? 16 : 8, Compute>(a, attendance, shared);
 }

@@ -84,5 +84,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
         column_sums.row_done(own, partial_row);
     }
 
-    finish_columns<16>(a, column_sums, partial_row, own, kThreads, shared);
+    const Attendance attendance = publish_columns(a, column_sums, partial_row, own, kThreads);
+    reduce_partials<16, Compute>(a, attendance, shared);
 }

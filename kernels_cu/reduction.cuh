@@ -43,14 +43,27 @@ struct Meeting {
     }
 };
 
-// What thread 0 of a block reads of the meeting some time before it arrives.
-struct Outlook {
-    Meeting::Word before, started;
+// What thread 0 of a block knows of the meeting.
+struct Attendance {
+    Meeting::Word before, started, arrived;
 
-    __device__ explicit Outlook(const Meeting* meeting) {
-        if (!meeting || threadIdx.x != 0) return;
-        before = Meeting::read(meeting->before);
-        started = Meeting::read(meeting->started);
+    // Some time before arriving.
+    __device__ void look(const Meeting& meeting) {
+        if (threadIdx.x != 0) return;
+        before = Meeting::read(meeting.before);
+        started = Meeting::read(meeting.started);
+    }
+    // Whether all blocks of the launch had started then.
+    __device__ bool stays() const { return int(unsigned(started) - unsigned(before)) == int(gridDim.x * gridDim.y); }
+    // By all threads of a block, once its partial row is written.
+    __device__ void arrive(Meeting& meeting) {
+        __syncthreads();
+        if (threadIdx.x != 0) return;
+        if (!stays()) Meeting::write(meeting.left[blockIdx.y * gridDim.x + blockIdx.x], Meeting::mark(before));
+        const Meeting::Word step = stays() ? 1 : 1 + (Meeting::Word(1) << 32);
+        asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+                     : "=l"(arrived) : "l"(&meeting.arrived), "l"(step) : "memory");
+        arrived += step - before;
     }
 };
 
@@ -59,31 +72,24 @@ struct Crew {
     int rank, size;
 };
 
-// By all threads of a block, once its partial row is written.
-__device__ inline Crew meet(Meeting& meeting, const Outlook& outlook) {
+// By all threads of a block that has arrived.
+__device__ inline Crew meet(Meeting& meeting, const Attendance& attendance) {
     using Word = Meeting::Word;
     __shared__ Word shared_before;
     __shared__ int shared_left;
     const int blocks = gridDim.x * gridDim.y, block = blockIdx.y * gridDim.x + blockIdx.x;
-    __syncthreads();
     bool works = false;
     if (threadIdx.x == 0) {
-        const Word before = outlook.before;
-        const bool stays = int(unsigned(outlook.started) - unsigned(before)) == blocks;
-        if (!stays) Meeting::write(meeting.left[block], Meeting::mark(before));
-        const Word step = stays ? 1 : 1 + (Word(1) << 32);
-        Word arrived;
-        asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
-                     : "=l"(arrived) : "l"(&meeting.arrived), "l"(step) : "memory");
-        arrived += step - before;
+        const Word before = attendance.before;
+        Word arrived = attendance.arrived;
         const bool last = int(arrived) == blocks;
         if (last) Meeting::write(meeting.before, before + arrived);  // for the next launch; all of this one have read it
-        if (stays) {
+        if (attendance.stays()) {
             while (int(arrived) != blocks) arrived = Meeting::read_acquiring(meeting.arrived) - before;
         }
         shared_before = before;
         shared_left = int(arrived >> 32);
-        works = stays || (last && shared_left == blocks);
+        works = attendance.stays() || (last && shared_left == blocks);
     }
     if (!__syncthreads_or(works)) return {0, 0};
     if (shared_left == 0) return {block, blocks};
@@ -163,10 +169,11 @@ __device__ void reduce_slice(const Arguments& a, const Output<C>& output, int fi
     __syncthreads();
 }
 
-// By all threads of all blocks, at the end: `shared` has 32 bytes for each thread, of which nothing is needed any more.
+// By all threads of all blocks, when they have arrived: `shared` has 32 bytes for each thread, of which nothing is needed any more.
 template <int kBatch, class C, class Arguments>
-__device__ void reduce_partials(const Arguments& a, const Outlook& outlook, void* shared) {
-    const Crew crew = meet(*a.meeting, outlook);
+__device__ void reduce_partials(const Arguments& a, const Attendance& attendance, void* shared) {
+    if (!a.meeting) return;
+    const Crew crew = meet(*a.meeting, attendance);
     if (crew.size == 0) return;
     const int outputs = a.dw && a.db ? 2 : 1;
     if (a.row_threads == 1) {  // each thread for itself

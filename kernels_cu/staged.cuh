@@ -21,9 +21,10 @@ constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kCluster = CLUSTER;  // known when compiled: at N=65536 RMSNorm took 118 us so, 135 us as an argument
 constexpr bool kClustered = kCluster > 1;
 constexpr int kMaxStages = 8;
-// Of a team: two warps where a thread has 32 or 64 columns; so few lost with other numbers of columns, at whose copies of 3 or
-// 5 KB the reason may be. Four in place of two lost 1% of RMSNorm at N=4096 and 7168, and 4% of its forward pass. In the
-// largest clusters, where the blocks wait for each other, a team is the block, but for rows that take nearly all its memory.
+// Of a team: two warps where a thread has 32 or 64 columns. Four in place of two lost 1% of RMSNorm at N=4096 and 7168, and 4% of
+// its forward pass; two lost with 40 columns in LayerNorm and with 24 in the forward pass, where a team's copies would be of 5 or
+// 3 KB. In the largest clusters, where the blocks wait for each other, a team is the block, but for rows that take nearly all
+// its memory.
 constexpr int kTeamColumnBytes =
     kVector > 1 && kWholeWarps && (kCluster < 16 || kManyColumns) ? kColumnsPerThread * int(sizeof(Compute)) : 0;
 constexpr int kTeamThreads = kTeamColumnBytes < 128 ? kMaxThreads : kTeamColumnBytes % 128 == 0 ? 64 : 128;
@@ -40,7 +41,7 @@ struct BlockShare {
 
     template <class Arguments>
     __device__ explicit BlockShare(const Arguments& a)
-        : groups(a.groups), group(groups > 1 ? threadIdx.x >> log2_of(a.group_threads) : 0),
+        : groups(kClustered ? 1 : a.groups), group(groups > 1 ? threadIdx.x >> log2_of(a.group_threads) : 0),
           thread(threadIdx.x - group * a.group_threads), rank(kClustered ? cluster_rank() : 0),
           first_column(rank * a.slab_columns), columns(minimum(a.slab_columns, a.columns - first_column)),
           team(0), team_group(0), team_rows(groups), team_column(0), team_columns(columns) {
@@ -51,11 +52,13 @@ struct BlockShare {
         const int threads = minimum(kTeamThreads, blockDim.x - team * kTeamThreads);
         team_warps = threads >> 5;
         if constexpr (kMaxTeams == 1) return;
-        if (!kClustered && groups > 1) {  // of 32 or 64 threads: whole groups
+        if (!kClustered && groups > 1 && a.group_threads < kTeamThreads) {
             team_rows = kTeamThreads >> log2_of(a.group_threads);
             team_group = team * team_rows;
         } else {
-            team_column = team * kTeamThreads * kColumnsPerThread;
+            team_rows = 1;
+            team_group = group;
+            team_column = (thread - team_thread) * kColumnsPerThread;
             const int left = columns - team_column;
             team_columns = left < 0 ? 0 : minimum(left, threads * kColumnsPerThread);
         }
@@ -120,8 +123,8 @@ template <class T> struct RingPart {
         part_bytes = (bytes + (kVector > 1 ? 0 : 128) + 127) / 128 * 128;
         offset = part_offset + share.team_offset() * int(sizeof(T));
     }
-    // Where in its place a step's first row begins: as far from a multiple of 128 bytes as in memory. Off by other than that,
-    // copies took longer: RMSNorm, 100 MB, N=4096, stride N + 3, 38.4 us with places at multiples of 128 bytes, 36.6 us so.
+    // Where in its place a step's first row begins: as far from a multiple of 128 bytes as in memory. RMSNorm, 100 MB, N=4096,
+    // stride N + 3: 38.4 us with places at multiples of 128 bytes, 36.6 us so (and with rows that fill their warps told apart).
     __device__ int lead(int64 row) const {
         if constexpr (kVector > 1) return 0;
         const unsigned low_bits = unsigned(reinterpret_cast<unsigned long long>(source));

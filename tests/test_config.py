@@ -53,6 +53,13 @@ def defined(chosen: config.BackwardConfig | config.ForwardConfig, name: str) -> 
     return int(value)
 
 
+def team_threads(vector: bool, column_bytes: int) -> int:
+    """kTeamThreads of staged.cuh, 1 where there are no teams; a team of several groups has all of its threads."""
+    if not vector or column_bytes < 128:
+        return 1
+    return 64 if column_bytes % 128 == 0 else 128
+
+
 @pytest.fixture(params=DEVICES, scope="module")
 def device(request):
     return DEVICES[request.param]
@@ -81,6 +88,8 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned):
             assert config.STAGED_LEAST_STAGES <= chosen.stages <= config.STAGED_MOST_STAGES, at
             assert chosen.threads <= config.STAGED_MAX_THREADS, at
             assert chosen.groups == 1 or chosen.cluster == 1, at
+            team = team_threads(vector, per_thread * config.compute_itemsize(x))
+            assert chosen.groups == 1 or chosen.group_threads >= team or chosen.threads % team == 0, at
         if chosen.route == "direct":
             assert chosen.threads <= defined(chosen, "MAX_THREADS"), at
         if vector:
@@ -95,6 +104,19 @@ def test_what_orders_a_rows_sums_does_not_depend_on_the_number_of_rows(device, x
     for columns in COLUMNS:
         few, many = (config.backward_config(backward(columns, x, x, rows), True, device) for rows in (1, 1 << 20))
         assert few == many
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("x", DTYPES)
+def test_gaps_between_long_rows_change_neither_the_kernel_nor_the_order_of_sums(device, x, aligned):
+    """Without gaps a block takes several rows; room for these is no reason for another cluster."""
+    for columns in (n for n in COLUMNS if n > 513):
+        dense = backward(columns, x, x)
+        gaps = replace(dense, x_row_stride=columns + 16)
+        one, another = (config.backward_config(problem, aligned, device) for problem in (dense, gaps))
+        assert one.definitions == another.definitions, columns
+        assert one.group_threads == another.group_threads, columns
+        assert one.slab_columns == another.slab_columns, columns
 
 
 @pytest.mark.parametrize("x", DTYPES)

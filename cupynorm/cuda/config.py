@@ -28,7 +28,6 @@ STAGED_MAX_THREADS = 256  # kMaxThreads of staged.cuh: what leaves a thread the 
 STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
 STAGED_RING_BYTES = {"rmsnorm": 96 << 10, "layernorm": 112 << 10}
 STAGED_LARGE_CLUSTER_RING_BYTES = 128 << 10
-STAGED_BLOCKS = 2  # on a multiprocessor, of threads that hold 4096 columns or so, where rows leave the choice
 # Columns a thread where a row takes whole warps, by type of the arithmetic. Several, so that rows of any length fill
 # the lanes of 1, 2, 4 or 8 warps; in vectors, or single columns.
 STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, tuple[int, ...]]] = {
@@ -45,8 +44,8 @@ STAGED_SHARED_W_BYTES = 3 * 8 * 4
 STAGED_MOST_COLUMNS = {40: 8448}
 FORWARD_STAGED_LEAST_STAGES = 2
 # Forward, where each walker has many steps and is not alone on its multiprocessor: of all rows this part is handed out,
-# in shares of so many steps, to whoever is done first. 1 GB: RMSNorm N=2048 182 → 176 us, LayerNorm N=1024 186 → 179; a
-# tenth or a twenty-fourth of the rows, one step or three, within 1%; alone, RMSNorm N=6144 176 → 181.
+# in shares of so many steps, to whoever is done first. 1 GB: RMSNorm N=2048 182 → 178 us, LayerNorm N=1024 186 → 179; a
+# tenth or a twenty-fourth of the rows, one step or three, at most 3% slower; alone, RMSNorm N=6144 176 → 181.
 SHARED_PART = 1 / 16
 SHARE_STEPS = 2
 SHARES_LEAST_STEPS = 16
@@ -138,6 +137,11 @@ def compute_itemsize(x_name: str) -> int:
     return 8 if x_name == "float64" else 4
 
 
+def _compute_name(x_name: str) -> str:
+    """The type of the arithmetic."""
+    return "float64" if x_name == "float64" else "float32"
+
+
 def columns_per_thread(x_name: str) -> int:
     """Of the direct and split routes, and of small rows in the staged one."""
     return 8 if x_name == "float64" else 16
@@ -226,13 +230,13 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         if held is None or slab > STAGED_MOST_COLUMNS.get(held[0], slab):
             continue
         per_thread, group = held
-        block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
-        groups = _groups(block_threads, group) if cluster == 1 and contiguous else 1
-        threads = groups * group
-        outer_bytes = _column_sums_bytes(problem, per_thread) * threads
-        step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
+        most_groups = _groups(_block_threads(name, vector, per_thread), group) if cluster == 1 and contiguous else 1
+        at_once = (2 if per_thread == columns_per_thread(name) else 1) * STAGED_MAX_THREADS
         ring_bytes = STAGED_RING_BYTES[problem.norm] if cluster < 8 else STAGED_LARGE_CLUSTER_RING_BYTES
-        for blocks in _blocks_to_try(STAGED_BLOCKS * block_threads // threads):
+        for groups, blocks in ((g, b) for g in _halvings(most_groups) for b in _halvings(at_once // (g * group))):
+            threads = groups * group
+            outer_bytes = _column_sums_bytes(problem, per_thread) * threads
+            step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
             room = device.shared_bytes // blocks - _staged_static_bytes(name, cluster) - outer_bytes
             stages = min(room // step_bytes, STAGED_MOST_STAGES)
             if stages >= STAGED_LEAST_STAGES:
@@ -266,8 +270,7 @@ def _staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) 
     if not vector and not device.has_large_shared_memory:  # with 32, and db, kernels spill
         return ((columns_per_thread(x),),)
     usual = x != dy or cluster > (4 if vector else 8) or not device.has_large_shared_memory
-    choices = STAGED_USUAL_COLUMNS_PER_THREAD if usual else STAGED_COLUMNS_PER_THREAD[vector]
-    choice = choices["float64" if x == "float64" else "float32"]
+    choice = _usual_columns(x) if usual else STAGED_COLUMNS_PER_THREAD[vector][_compute_name(x)]
     many = vector and x == dy and ITEMSIZE[x] == 2 and cluster == 16
     return (choice, (STAGED_MANY_COLUMNS_PER_THREAD,)) if many else (choice,)
 
@@ -275,16 +278,20 @@ def _staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) 
 def _forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Device) -> Choice:
     """The same for the forward pass."""
     if not vector and device.has_large_shared_memory:
-        return (STAGED_USUAL_COLUMNS_PER_THREAD["float64" if x == "float64" else "float32"],)
+        return (_usual_columns(x),)
     if ITEMSIZE[x] != 2 or not device.has_large_shared_memory:
         return _staged_choice(x, x, vector, cluster, device)
     # Compiled for 10.0, LayerNorm keeps float16 columns widened, and spills.
     spills = norm == "layernorm" and x == "float16" and device.compute_capability >= (10, 0)
     many: Choice = () if spills else ((STAGED_MANY_COLUMNS_PER_THREAD,),)
     if cluster == 16:
-        return many or (STAGED_USUAL_COLUMNS_PER_THREAD["float32"],)
+        return many or (_usual_columns(x),)
     choice = FORWARD_COLUMNS_PER_THREAD[norm][: -1 if spills else None]
     return (choice, *(many if cluster == 8 and norm == "rmsnorm" else ()))
+
+
+def _usual_columns(x: str) -> tuple[int, ...]:
+    return STAGED_USUAL_COLUMNS_PER_THREAD[_compute_name(x)]
 
 
 def _forward_threads_at_once(norm: str, x: str, vector: bool, per_thread: int) -> int:
@@ -309,13 +316,23 @@ def _staged_threads(x: str, slab: int, small: bool, choice: Choice) -> tuple[int
     return None
 
 
+def _block_threads(x: str, vector: bool, per_thread: int) -> int:
+    """Of a block with several groups: as many as there may be, for fewer partial rows of dw and db, and one ring.
+
+    RMSNorm, N=4096, 25 MB: 17.4 us with four warps, 16.9 with eight; LayerNorm 19.5 and 18.6. But half as many where
+    all would wait for each other's copies (staged.cuh: a team is then a whole block).
+    """
+    teams = vector and per_thread * compute_itemsize(x) >= 128
+    return STAGED_MAX_THREADS if teams or per_thread == columns_per_thread(x) else STAGED_MAX_THREADS // 2
+
+
 def _groups(block_threads: int, group: int) -> int:
     """Of a block; several only where a group has a power of two of threads, so that no thread need divide."""
     return max(1, block_threads // group) if group & (group - 1) == 0 else 1
 
 
-def _blocks_to_try(most: int) -> tuple[int, ...]:
-    """Blocks on a multiprocessor: as many as there should be, then half of that, and so on down to one."""
+def _halvings(most: int) -> tuple[int, ...]:
+    """Of blocks on a multiprocessor, or of groups in a block: as many as there should be, half of that, … one."""
     return tuple(max(1, most) >> halvings for halvings in range(max(1, most).bit_length()))
 
 
@@ -345,16 +362,16 @@ def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: i
     return max(1, walkers)
 
 
-def least_steps(config: BackwardConfig | ForwardConfig, rows: int, walkers: int) -> int:
-    """Of each walker; some may have one more."""
-    return _divide_up(rows, config.groups) // walkers
+def least_steps(groups: int, rows: int, walkers: int) -> int:
+    """Of each walker, of `groups` rows; some may have one more."""
+    return _divide_up(rows, groups) // walkers
 
 
 def forward_shares(config: ForwardConfig, rows: int, walkers: int) -> tuple[int, int, int]:
     """At least so many steps of each walker, the rows that the walkers take in these, and shares of the other rows."""
     all_steps = _divide_up(rows, config.groups)
     if not config.shares or all_steps < SHARES_LEAST_STEPS * walkers:
-        return all_steps // walkers, rows, 0
+        return least_steps(config.groups, rows, walkers), rows, 0
     steps = int(all_steps * (1 - SHARED_PART)) // walkers
     walk_rows = steps * walkers * config.groups
     return steps, walk_rows, _divide_up(rows - walk_rows, config.groups * SHARE_STEPS)
@@ -452,7 +469,7 @@ def _forward_staged(
         threads = groups * group
         step_bytes = _part_bytes(name, vector > 1, groups * slab)
         static_bytes = _staged_static_bytes(name, cluster)
-        for blocks in _blocks_to_try(at_once // threads):
+        for blocks in _halvings(at_once // threads):
             stages = min((device.shared_bytes // blocks - static_bytes) // step_bytes, STAGED_MOST_STAGES)
             if stages >= FORWARD_STAGED_LEAST_STAGES:
                 wanted = FORWARD_STAGED_RING_BYTES // (blocks * step_bytes)

@@ -40,18 +40,21 @@ _attributes_lock = threading.Lock()
 
 
 class Arguments:
-    """The struct that a kernel takes by value, in memory that its launches read: addresses first, then what is fixed.
+    """The struct that a kernel takes by value, in memory that its launches read.
 
-    `layout` is that of the whole struct, as in Python's struct module; `fill` takes the addresses.
+    First come the addresses of a call's arrays, `calls` of them, which `fill` takes; then those in the workspace, which
+    `fill_workspace` takes; then what is fixed. `layout` is that of the whole struct, as in Python's struct module.
     """
 
-    def __init__(self, layout: str, *fixed: Any) -> None:
+    def __init__(self, layout: str, calls: int, *fixed: Any) -> None:
         size = struct.calcsize(layout)
         addresses = len(struct.unpack(layout, bytes(size))) - len(fixed)
         memory = ctypes.create_string_buffer(struct.pack(layout, *[0] * addresses, *fixed), size)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
         self.address = ctypes.addressof(self._pointers)  # as a launch wants it: of the list of a kernel's parameters
-        self.fill = functools.partial(struct.Struct(f"{addresses}P").pack_into, memory, 0)
+        of_call, of_workspace = struct.Struct(f"{calls}P"), struct.Struct(f"{addresses - calls}P")
+        self.fill = functools.partial(of_call.pack_into, memory, 0)
+        self.fill_workspace = functools.partial(of_workspace.pack_into, memory, of_call.size)
 
 
 class Launch:

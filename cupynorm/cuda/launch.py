@@ -59,16 +59,16 @@ class Backward:
             partials_bytes if problem.want_db else 0,
             problem.rows * config.slabs * 2 * itemsize if split and problem.want_dx else 0,
         )
-        self._one_row, self._reduces = one_row, reduces
 
         launches = [main.over(*grid)]
         if split and problem.want_dx:
             sums_walkers = choose.sums_walkers(config, problem, device)
             launches.insert(0, _backward_launch(config, "backward_split_sums").over(config.slabs, sums_walkers))
 
-        def make_arguments() -> tuple[Arguments, _Kept]:
+        def make_arguments() -> _OfThread:
             arguments = Arguments(
                 choose.BACKWARD_ARGUMENTS,
+                8,
                 problem.rows,
                 problem.x_row_stride,
                 problem.dy_row_stride,
@@ -79,12 +79,12 @@ class Backward:
                 config.group_threads,
                 config.slab_columns,
                 config.stages,
-                choose.least_steps(config, problem.rows, walkers),
+                choose.least_steps(config.groups, problem.rows, walkers),
                 walkers,
                 choose.reduction_row_threads(config.threads, blocks, walkers, problem),
                 config.groups,
             )
-            return arguments, _kept.on_device[device_id]
+            return _OfThread(arguments, _kept.on_device[device_id])
 
         self._launches = launches
         self._thread = PerThread(make_arguments)
@@ -100,16 +100,15 @@ class Backward:
                     size = self.problem.columns * self.problem.parameter_dtype.itemsize
                     cupy.cuda.runtime.memsetAsync(address, 0, size, stream.ptr)
             return
-        arguments, kept = self._thread.own
-        memory = self._workspace.take(stream, kept)
-        dw_partials, db_partials, sums = self._workspace.parts(memory)
-        meeting = memory.ptr + choose.SHARES_BYTES if self._reduces else 0
-        if self._one_row:
-            arguments.fill(x, dy, w, mean, rstd, dx, dw, db, sums, 0, 0, 0)
-        else:
-            arguments.fill(x, dy, w, mean, rstd, dx, dw_partials, db_partials, sums, dw, db, meeting)
+        own = self._thread.own
+        memory = self._workspace.take(stream, own.kept)
+        if memory is not None and memory.ptr != own.workspace:
+            counters, *parts = self._workspace.addresses(memory.ptr)
+            own.fill_workspace(*parts, counters and counters + choose.SHARES_BYTES)
+            own.workspace = memory.ptr  # last: an interrupt may come between
+        own.fill(x, dy, w, mean, rstd, dx, dw, db)
         for launch in self._launches:
-            launch(stream.ptr, arguments.address, 0)
+            launch(stream.ptr, own.arguments, 0)
 
 
 class Forward:
@@ -133,11 +132,12 @@ class Forward:
         )
         walkers = min(_walkers_at_once(main, config.cluster, device), -(-problem.rows // config.groups))
         steps, walk_rows, shares = choose.forward_shares(config, problem.rows, walkers)
-        self._workspace = _Workspace(choose.SHARES_BYTES if shares else 0)
+        self._workspace = _Workspace(choose.SHARES_BYTES) if shares else None
 
-        def make_arguments() -> tuple[Arguments, _Kept]:
+        def make_arguments() -> _OfThread:
             arguments = Arguments(
                 choose.FORWARD_ARGUMENTS,
+                6,
                 problem.rows,
                 walk_rows,
                 problem.x_row_stride,
@@ -154,7 +154,7 @@ class Forward:
                 shares,
                 choose.SHARE_STEPS,
             )
-            return arguments, _kept.on_device[device_id]
+            return _OfThread(arguments, _kept.on_device[device_id])
 
         self._launch = main.over(walkers * config.cluster)
         self._thread = PerThread(make_arguments)
@@ -164,11 +164,13 @@ class Forward:
         if not self.problem.rows:
             return
         mean, rstd = statistics if len(statistics) == 2 else (0, *statistics)
-        arguments, kept = self._thread.own
+        own = self._thread.own
         stream = _current_stream()
-        memory = self._workspace.take(stream, kept)
-        arguments.fill(x, w, b, y, mean, rstd, 0 if memory is None else memory.ptr)
-        self._launch(stream.ptr, arguments.address, 0)
+        if self._workspace is not None:
+            memory = self._workspace.take(stream, own.kept)
+            own.fill_workspace(memory.ptr)
+        own.fill(x, w, b, y, mean, rstd)
+        self._launch(stream.ptr, own.arguments, 0)
 
 
 # The memory that is kept for each stream, by its pointer: which stream that was, bytes, memory.
@@ -183,6 +185,18 @@ class _KeptMemory(threading.local):
 
 
 _kept = _KeptMemory()
+
+
+class _OfThread:
+    """What each thread has of its own: the arguments, which have the addresses in the workspace that was used last."""
+
+    __slots__ = ("arguments", "fill", "fill_workspace", "kept", "owner", "workspace")
+
+    def __init__(self, arguments: Arguments, kept: _Kept) -> None:
+        self.owner = arguments
+        self.arguments, self.fill, self.fill_workspace = arguments.address, arguments.fill, arguments.fill_workspace
+        self.kept = kept
+        self.workspace = 0
 
 
 class _Workspace:
@@ -201,7 +215,8 @@ class _Workspace:
         self._counter_bytes = counter_bytes
         # In kept memory nothing else ever lies where counters do: it would look like what blocks write there.
         *starts, end = accumulate(parts, initial=choose.KEPT_COUNTER_BYTES if self._keeps else counters)
-        self._starts = [start if size else None for start, size in zip(starts, sizes, strict=True)]
+        places = zip((0, *starts), (counter_bytes, *sizes), strict=True)
+        self._starts = [start if size else None for start, size in places]
         self._bytes = end if counter_bytes or any(sizes) else 0
 
     def take(self, stream: Any, kept: _Kept) -> Any:
@@ -227,11 +242,8 @@ class _Workspace:
             cupy.cuda.runtime.memsetAsync(memory.ptr, 0, counter_bytes, stream.ptr)
         return memory
 
-    def parts(self, memory: Any) -> list[int]:
-        """The addresses of the parts, 0 for one of no size."""
-        if memory is None:
-            return [0] * len(self._starts)
-        base = memory.ptr
+    def addresses(self, base: int) -> list[int]:
+        """Of the counters and of the parts, 0 for one of no size."""
         return [0 if start is None else base + start for start in self._starts]
 
 

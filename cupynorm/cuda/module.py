@@ -29,8 +29,17 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+@functools.cache
 def compile_options() -> tuple[str, ...]:
-    return (*COMPILE_OPTIONS, f"-I{source_directory()}")
+    """Older NVRTC may not know -minimal, which leaves out declarations that no kernel here needs.
+
+    Where CuPy's disk cache has a kernel, the time of a first call is mostly NVRTC's, which CuPy has preprocess an empty
+    file: 13 ms, 10 with -minimal.
+    """
+    from cupy.cuda import nvrtc
+
+    minimal = ("-minimal",) if nvrtc.getVersion() >= (12, 9) else ()
+    return (*COMPILE_OPTIONS, *minimal, f"-I{source_directory()}")
 
 
 def source(file_name: str, definitions: tuple[str, ...]) -> str:

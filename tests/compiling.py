@@ -1,0 +1,135 @@
+"""What the assembler says of every kernel variant: stack and spills, for every architecture that the library speaks of.
+
+All of them took 35 minutes on two cores, with cupynorm installed:
+
+    python tests/compiling.py
+
+compiles them and writes tests/compile_record.json, which is committed beside the sources that it is about. `problems`
+says what keeps a record from vouching for a tree; the tests ask that, and compile a part of the variants themselves.
+NVRTC needs no GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpu_record import ROOT, source_digest
+
+from cupynorm.cuda import module
+from cupynorm.cuda.config import Variant, variants
+
+RECORD = Path(__file__).with_name("compile_record.json")
+HOW_TO = "make a new one with `python tests/compiling.py`"
+COMPUTE_CAPABILITIES = ((7, 5), (8, 0), (9, 0), (10, 0), (12, 0))
+
+REPORT = re.compile(
+    r"Function properties for (\w+)\s+ptxas\s+[.:]\s+(\d+) bytes stack frame, "
+    r"(\d+) bytes spill stores, (\d+) bytes spill loads"
+)
+
+
+class Spill(NamedTuple):
+    """Bytes that one kernel of a variant has on the stack, and that it writes and reads for lack of registers."""
+
+    architecture: str
+    kernel: str
+    definitions: tuple[str, ...]
+    stack: int
+    stores: int
+    loads: int
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    return f"sm_{capability[0]}{capability[1]}"
+
+
+def compile_variant(capability: tuple[int, int], variant: Variant) -> tuple[list[Spill], list[str]]:
+    """The kernels that have a stack, and in words what is wrong beside that; both empty if all is well."""
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram(module.source(variant.file, variant.definitions), variant.file, (), ())
+    options = (f"-arch={architecture(capability)}", "--ptxas-options=-v", *module.compile_options())
+    name = f"{architecture(capability)} {variant.file} {' '.join(variant.definitions)}"
+    try:
+        nvrtc.compileProgram(program, options)
+    except nvrtc.NVRTCError:
+        return [], [f"{name}: does not compile:\n{nvrtc.getProgramLog(program)}"]
+    report = {match[1]: tuple(map(int, match.groups()[1:])) for match in REPORT.finditer(nvrtc.getProgramLog(program))}
+    nvrtc.destroyProgram(program)
+    missing = [f"{name}: no report of {kernel}" for kernel in variant.kernels if kernel not in report]
+    spills = [
+        Spill(architecture(capability), kernel, variant.definitions, *report[kernel])
+        for kernel in variant.kernels
+        if any(report.get(kernel, ()))
+    ]
+    return spills, missing
+
+
+def compile_all(capability: tuple[int, int], chosen: Iterable[Variant]) -> tuple[list[Spill], list[str]]:
+    """The same of many, by processes, not threads: NVRTC compiles one program at a time in a process."""
+    every = list(chosen)
+    spills: list[Spill] = []
+    wrong: list[str] = []
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as pool:
+        for found in pool.map(compile_variant, [capability] * len(every), every, chunksize=4):
+            spills += found[0]
+            wrong += found[1]
+    return spills, wrong
+
+
+def sample(capability: tuple[int, int], part: int) -> Iterator[Variant]:
+    """One of `part` variants; others when the sources change."""
+    digest = source_digest(ROOT)
+    for variant in variants(capability):
+        name = f"{digest} {architecture(capability)} {variant.file} {' '.join(variant.definitions)}"
+        if int(hashlib.sha256(name.encode()).hexdigest(), 16) % part == 0:
+            yield variant
+
+
+def problems(record: dict[str, Any], digest: str) -> list[str]:
+    """What keeps a record from vouching for a tree with this digest, beside spills; empty if nothing does."""
+    found = list(record["wrong"])
+    if record["sources_sha256"] != digest:
+        found.append(f"it covers sources with SHA-256 {record['sources_sha256']}, the tree's are {digest}; {HOW_TO}")
+    counts = {architecture(capability): len(list(variants(capability))) for capability in COMPUTE_CAPABILITIES}
+    if record["variants"] != counts:
+        found.append(f"it has {record['variants']} variants, the tree {counts}; {HOW_TO}")
+    return found
+
+
+def recorded_spills(record: dict[str, Any]) -> list[Spill]:
+    return [Spill(a, kernel, tuple(definitions), *numbers) for a, kernel, definitions, *numbers in record["spills"]]
+
+
+def main() -> int:
+    from cupy.cuda import nvrtc
+
+    record: dict[str, Any] = {
+        "sources_sha256": source_digest(ROOT),
+        "nvrtc": ".".join(map(str, nvrtc.getVersion())),
+        "variants": {},
+        "spills": [],
+        "wrong": [],
+    }
+    for capability in COMPUTE_CAPABILITIES:
+        every = list(variants(capability))
+        spills, wrong = compile_all(capability, every)
+        record["variants"][architecture(capability)] = len(every)
+        record["spills"] += spills
+        record["wrong"] += wrong
+        print(f"{architecture(capability)}: {len(every)} variants, {len(spills)} spill", *wrong, sep="\n", flush=True)
+    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 1 if record["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""asv_bench/floor.py, as far as it goes without a GPU: its kernel compiles and takes what is packed for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FLOOR = Path(__file__).resolve().parent.parent / "asv_bench" / "floor.py"
+
+
+@pytest.fixture
+def floor() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("asv_bench_floor", FLOOR)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_the_kernel_compiles_and_takes_what_is_packed(floor: ModuleType) -> None:
+    pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
+    from cupy.cuda import nvrtc
+
+    from cupynorm.cuda import module
+
+    source = FLOOR.with_suffix(".cu").read_text(encoding="utf-8")
+    size = struct.calcsize(floor.LAYOUT)
+    source += f'static_assert(sizeof(FloorArguments) == {size}, "the same struct");\n'
+    program = nvrtc.createProgram(source, "floor.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, ("-arch=sm_90", *module.compile_options()))
+    except nvrtc.NVRTCError:
+        pytest.fail(nvrtc.getProgramLog(program))
+
+
+def test_without_a_device_it_says_so(
+    floor: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cupynorm import cli
+
+    monkeypatch.setattr(cli, "usable_cupy", lambda: (None, "none here"))
+    assert floor.main([]) == 2
+    assert "a CUDA device and CuPy are needed: none here" in capsys.readouterr().err
+
+
+def test_the_bounds_are_those_of_the_roofline(floor: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    monkeypatch.syspath_prepend(str(FLOOR.parent))
+    monkeypatch.delitem(sys.modules, "roofline", raising=False)
+    monkeypatch.setattr(floor, "step_us", lambda cupy, norm, columns, blocks, last: 3.0 + last)
+    monkeypatch.setattr(floor.bench, "measure_triad", lambda *_: SimpleNamespace(seconds=9.75e-6))
+    device = SimpleNamespace(attributes={"MultiProcessorCount": 132})
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device))
+    assert floor.line(cupy, "rmsnorm", 256) == [
+        "rmsnorm",
+        "256",
+        "132",
+        "3.0",
+        "4.0",
+        "5.0",
+        "6.0",
+        "9.8",
+        "11.8",
+        "12.0",
+    ]
