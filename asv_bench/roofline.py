@@ -128,6 +128,9 @@ SETS: dict[str, tuple[str, Callable[[str, argparse.Namespace], Iterator[Row]]]] 
 
 
 def rows_of(options: argparse.Namespace) -> list[Row]:
+    """What the options of `add_row_options` choose. Raises UsageError where that is nothing."""
+    from cupynorm import cli
+
     chosen = [
         row
         for name in options.set
@@ -135,7 +138,17 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
         if op.endswith(SETS[name][0])
         for row in SETS[name][1](op, options)
     ]
+    if not chosen:
+        raise cli.UsageError("nothing to measure: no set that was chosen has such ops, sizes and N")
     return list(dict.fromkeys(chosen))
+
+
+def inputs_of(row: Row, xp: Any) -> dict[str, Any]:
+    """The arguments of the row's function by name, x and dy with its gap and start."""
+    inputs = bench.make_inputs(row.case, xp)
+    if row.gap or row.start:
+        inputs |= {name: spread(inputs[name], row, xp) for name in ("x", "dy") if name in inputs}
+    return inputs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -149,8 +162,6 @@ def run(options: argparse.Namespace) -> int:
     from cupynorm import cli
 
     chosen = rows_of(options)
-    if not chosen:
-        raise cli.UsageError("nothing to measure: no set that was chosen has such ops, sizes and N")
     with ExitStack() as files:
         target = cli.writable(files, "--csv", options.csv)
         cupy, reason = cli.usable_cupy()
@@ -158,11 +169,7 @@ def run(options: argparse.Namespace) -> int:
             raise cli.UsageError(f"a CUDA device and CuPy are needed: {reason}")
         lines = []
         for row in report.progress(chosen, lambda row: f"{row.case.op} {row.case.shape}"):
-            inputs = bench.make_inputs(row.case, cupy)
-            if row.gap or row.start:
-                inputs |= {name: spread(inputs[name], row, cupy) for name in ("x", "dy") if name in inputs}
-            measured = bench.measure_case(row.case, inputs, xp=cupy)
-            del inputs
+            measured = bench.measure_case(row.case, inputs_of(row, cupy), xp=cupy)
             limit = bound_seconds(row, measured, cupy)
             meets = "yes" if measured.seconds <= limit else "no"
             times = [f"{seconds * 1e6:.1f}" for seconds in (measured.seconds, measured.triad_seconds, limit)]
@@ -208,6 +215,16 @@ def copy_seconds_per_byte(cupy: Any, nbytes: int) -> float:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     from cupynorm import cli
 
+    parser = cli.Parser(prog="roofline.py", description="Time the norms against the memory limit.")
+    add_row_options(parser)
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
+    return parser.parse_args(arguments)
+
+
+def add_row_options(parser: argparse.ArgumentParser) -> None:
+    """Which rows: for all scripts that go through the same shapes."""
+    from cupynorm import cli
+
     def listed(convert: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
         return lambda text: tuple(dict.fromkeys(convert(item) for item in text.split(",")))
 
@@ -222,18 +239,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"unknown set {text!r}; one of {', '.join(SETS)}, all is needed")
         return text
 
-    parser = cli.Parser(prog="roofline.py", description="Time the norms against the memory limit.")
-    parser.add_argument("--set", type=listed(set_name), default=("sizes",), metavar="NAME,…", help=", ".join(SETS))
+    def sets(text: str) -> tuple[str, ...]:
+        names: tuple[str, ...] = listed(set_name)(text)
+        return tuple(SETS) if "all" in names else names
+
+    parser.add_argument("--set", type=sets, default=("sizes",), metavar="NAME,…", help=", ".join(SETS))
     parser.add_argument("--ops", nargs="+", type=cli.op, default=bench.OPS, metavar="OP", help=", ".join(bench.OPS))
     parser.add_argument("--sizes", type=listed(megabytes), default=SIZES, metavar="MB,…", help="default: 25,100,1000")
     parser.add_argument("--only", type=listed(columns), metavar="N,…", help="only these N")
     parser.add_argument("--dtype", type=cli.dtype, default="bfloat16", help="where a set has no own; default: bfloat16")
     parser.add_argument("--w-dtype", type=cli.dtype, help="default: float32, float64 with float64")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
-    options = parser.parse_args(arguments)
-    if "all" in options.set:
-        options.set = tuple(SETS)
-    return options
 
 
 if __name__ == "__main__":

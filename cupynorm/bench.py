@@ -332,7 +332,7 @@ def _measure_triad(elements: int, dtype: np.dtype[Any], xp: Any, device: int | N
         with ThreadPoolExecutor(host_threads()) as pool:
             seconds = min(time_call(add, np, repeats) for add in _host_triads(pool, x, dy, z))
     else:
-        seconds = time_call(_cuda_triad(xp, x, dy, z), xp, repeats)
+        seconds = time_call(cuda_triad(xp, x, dy, z), xp, repeats)
     return Triad(seconds, 3 * x.nbytes)
 
 
@@ -344,7 +344,8 @@ def _host_triads(pool: ThreadPoolExecutor, x: Any, dy: Any, z: Any) -> Iterator[
         yield lambda: collections.deque(pool.map(np.add, *parts), maxlen=0)
 
 
-def _cuda_triad(cupy: Any, x: Any, dy: Any, z: Any) -> Callable[[], None]:
+def cuda_triad(cupy: Any, x: Any, dy: Any, z: Any) -> Callable[[], None]:
+    """One launch of the triad's kernel, to be called."""
     from .cuda.config import triad_definitions
     from .cuda.module import kernel
 

@@ -300,7 +300,7 @@ def test_triad_adds(dtype: str, elements: int) -> None:
 
     x, dy = (bench._normal((elements,), bench.dtype_of(dtype), 0.0, seed, cupy) for seed in range(2))
     z = cupy.full_like(x, np.nan)
-    bench._cuda_triad(cupy, x, dy, z)()
+    bench.cuda_triad(cupy, x, dy, z)()
     wide = np.promote_types(dtype, np.float32) if dtype != "bfloat16" else np.float32
     assert bool((z == (x.astype(wide) + dy.astype(wide)).astype(x.dtype)).all())
 

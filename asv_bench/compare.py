@@ -1,0 +1,182 @@
+"""Trees side by side: the same calls, timed in turn, on a CUDA device or with NumPy:
+
+    python asv_bench/compare.py TREE TREE … [--set NAME,…] [--ops OP …] [--only N,…] [--rounds N] [--csv FILE]
+
+A TREE is a commit, or `.` for this checkout as it lies there; behind a colon, it may set launch choices, constants of
+cupynorm/cuda/config.py, to Python literals:
+
+    python asv_bench/compare.py HEAD~1 . ".:STAGED_RING_BYTES={'rmsnorm': 131072, 'layernorm': 131072}" --only 4096
+
+The rows are those of roofline.py. In each round every tree has its turn, in a process of its own; what a tree reads is
+the median over the rounds, each of which is a median itself. Machines drift: compare within a row, and look at
+`spread`, how far the rounds of the first tree lie apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import csv
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from roofline import Row, add_row_options, inputs_of, rows_of
+
+from cupynorm import bench, report
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("cupynorm", "kernels_cu")
+
+
+class Tree(NamedTuple):
+    """What is compared: a commit or ".", and constants of the launch choices."""
+
+    commit: str
+    settings: dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from cupynorm import cli
+
+    options = parse(arguments)
+    return cli.guarded("compare.py", lambda: run(options, sys.argv[1:] if arguments is None else arguments))
+
+
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from cupynorm import cli
+
+    rows = rows_of(options)
+    if options.turn is not None:
+        xp, _ = cli.pick_device(options.device)
+        seconds_of_rows = time_rows(rows, options.trees[options.turn].settings, xp)
+        print(json.dumps([str(Path(bench.__file__).resolve()), seconds_of_rows]))
+        return 0
+    with ExitStack() as files:
+        target = cli.writable(files, "--csv", options.csv)
+        xp, _ = cli.pick_device(options.device)
+        folders = [files.enter_context(checked_out(tree.commit)) for tree in options.trees]
+        names = list(map(str, range(1, len(folders) + 1)))
+        turns = [turn for _ in range(options.rounds) for turn in range(len(folders))]
+        seconds: list[list[list[float]]] = [[] for _ in folders]  # of each tree and round, its rows
+        for turn in report.progress(turns, lambda turn: f"tree {turn + 1}"):
+            device = "numpy" if xp.__name__ == "numpy" else "cuda"
+            seconds[turn].append(one_turn(folders[turn], turn, [*arguments, "--device", device]))
+        head = ["op", "rows x N", "dtype x/w", "layout", *(f"{name}: us" for name in names)]
+        head += [*(f"{name}: faster" for name in names[1:]), "spread"]
+        lines = [line(row, [[times[number] for times in tree] for tree in seconds]) for number, row in enumerate(rows)]
+        if target:
+            with target.open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([head, *lines])
+    print(bench.device_name(xp))
+    for name, words in zip(names, options.words, strict=True):
+        print(f"{name}: {words}")
+    print(f"\n{report.table(head, lines)}")
+    return 0
+
+
+def line(row: Row, seconds: Sequence[Sequence[float]]) -> list[str]:
+    """Of one row, the times of each tree's rounds: medians, gains on the first tree, the range of that one's rounds."""
+    first, *others = (statistics.median(times) for times in seconds)
+    spread = (max(seconds[0]) - min(seconds[0])) / first
+    case = row.case
+    return [
+        *(case.op, case.shape, case.dtypes, row.layout),
+        *(f"{time * 1e6:.1f}" for time in (first, *others)),
+        *(f"{100 * (first / time - 1):+.1f}%" for time in others),
+        f"{100 * spread:.1f}%",
+    ]
+
+
+@contextmanager
+def checked_out(commit: str) -> Iterator[Path]:
+    """A folder with the sources of a commit; this checkout for "."."""
+    from cupynorm import cli
+
+    if commit == ".":
+        yield ROOT
+        return
+    packed = subprocess.run(["git", "archive", commit, *SOURCES], cwd=ROOT, capture_output=True, check=False)
+    if packed.returncode:
+        raise cli.UsageError(f"argument TREE: {cli.first_line(Exception(packed.stderr.decode()))}")
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
+            archive.extractall(folder, filter="data")
+        yield Path(folder)
+
+
+def one_turn(folder: Path, turn: int, arguments: Sequence[str]) -> list[float]:
+    """Seconds of each row, timed by this script in a process that finds the folder's cupynorm."""
+    from cupynorm import cli
+
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, __file__, *arguments, "--turn", str(turn)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise cli.UsageError(f"tree {turn + 1} cannot be timed: {last}")
+    package, seconds = json.loads(done.stdout.splitlines()[-1])
+    if not Path(package).is_relative_to(folder.resolve()):
+        raise cli.UsageError(f"tree {turn + 1} cannot be timed: {sys.executable} finds cupynorm in {package}")
+    return list(map(float, seconds))
+
+
+def time_rows(rows: Sequence[Row], settings: dict[str, Any], xp: Any) -> list[float]:
+    from cupynorm import cli
+    from cupynorm.cuda import config
+
+    for name, value in settings.items():
+        if not hasattr(config, name):
+            raise cli.UsageError(f"cupynorm/cuda/config.py has no {name}")
+        setattr(config, name, value)
+    seconds = []
+    for row in rows:
+        inputs = inputs_of(row, xp)
+        seconds.append(bench.time_call(lambda case=row.case, inputs=inputs: bench.call(case, inputs), xp))
+    return seconds
+
+
+def tree(text: str) -> Tree:
+    """COMMIT or COMMIT:NAME=VALUE,…"""
+    commit, _, settings = text.partition(":")
+    try:
+        call = ast.parse(f"dict({settings})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError
+        values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if "None" in values:  # **something
+            raise ValueError
+    except (SyntaxError, ValueError):
+        raise argparse.ArgumentTypeError(f"got {text!r}; COMMIT or COMMIT:NAME=VALUE,… is needed") from None
+    return Tree(commit, values)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    from cupynorm import cli
+
+    parser = cli.Parser(prog="compare.py", description="Time the same calls with several trees, in turn.")
+    parser.add_argument("words", nargs="+", metavar="TREE", help="a commit or '.', and launch choices behind a colon")
+    add_row_options(parser)
+    parser.add_argument("--rounds", type=lambda text: cli.positive(text, int), default=3, help="default: 3")
+    parser.add_argument("--device", choices=("cuda", "numpy"), help="default: CUDA, if it is there")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
+    parser.add_argument("--turn", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    try:
+        options.trees = list(map(tree, options.words))
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"argument TREE: {error}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
