@@ -65,7 +65,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     rows = rows_of(options)
     with ExitStack() as files:
-        target = cli.writable(files, "--csv", options.csv)
+        target = None if options.profiled else cli.writable(files, "--csv", options.csv)
         cupy, reason = cli.usable_cupy()
         if cupy is None:
             raise cli.UsageError(f"a CUDA device and CuPy are needed: {reason}")
