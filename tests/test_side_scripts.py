@@ -212,7 +212,9 @@ def test_without_ncu(counters: ModuleType, tmp_path: Path, capsys: pytest.Captur
     assert "--ncu" in capsys.readouterr().err
 
 
-def test_under_the_profiler_each_row_ends_with_its_triad(counters: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_the_profiler_each_row_ends_with_its_triad(
+    counters: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from types import SimpleNamespace
 
     seen: list[str] = []
@@ -222,7 +224,11 @@ def test_under_the_profiler_each_row_ends_with_its_triad(counters: ModuleType, m
     monkeypatch.setattr(bench, "cuda_triad", lambda *_: lambda: seen.append("triad"))
     monkeypatch.setattr(bench, "call", lambda case, inputs: seen.append(case.op))
     monkeypatch.setattr(counters, "inputs_of", lambda row, xp: {})
-    counters.call_each(counters.rows_of(counters.parse(TINY)), cupy)
+    monkeypatch.setattr(cli, "usable_cupy", lambda: (cupy, ""))
+    target = tmp_path / "counters.csv"
+    target.write_text("of the process that profiles")
+    assert status(counters.main, [*TINY, "--profiled", "--csv", str(target)]) == 0
+    assert target.read_text() == "of the process that profiles"
     assert seen == [
         step
         for op in ("rmsnorm_backward", "layernorm_backward")
