@@ -28,19 +28,21 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from roofline import Row, add_row_options, inputs_of, rows_of
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cupynorm import bench, report
+
+if TYPE_CHECKING:
+    from roofline import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("cupynorm", "kernels_cu")
 
 
 class Tree(NamedTuple):
-    """What is compared: a commit or ".", and constants of the launch choices."""
+    """What is compared: a commit or ".", and constants of the launch choices; in words as they were given."""
 
+    words: str
     commit: str
     settings: dict[str, Any]
 
@@ -53,12 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from roofline import rows_of
+
     from cupynorm import cli
 
     rows = rows_of(options)
     if options.turn is not None:
         xp, _ = cli.pick_device(options.device)
-        seconds_of_rows = time_rows(rows, options.trees[options.turn].settings, xp)
+        seconds_of_rows = seconds_of(rows, options.trees[options.turn].settings, xp)
         print(json.dumps([str(Path(bench.__file__).resolve()), seconds_of_rows]))
         return 0
     with ExitStack() as files:
@@ -66,11 +70,11 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         xp, _ = cli.pick_device(options.device)
         folders = [files.enter_context(checked_out(tree.commit)) for tree in options.trees]
         names = list(map(str, range(1, len(folders) + 1)))
+        arguments = [*arguments, "--device", "numpy" if xp.__name__ == "numpy" else "cuda"]  # the same for all
         turns = [turn for _ in range(options.rounds) for turn in range(len(folders))]
         seconds: list[list[list[float]]] = [[] for _ in folders]  # of each tree and round, its rows
         for turn in report.progress(turns, lambda turn: f"tree {turn + 1}"):
-            device = "numpy" if xp.__name__ == "numpy" else "cuda"
-            seconds[turn].append(one_turn(folders[turn], turn, [*arguments, "--device", device]))
+            seconds[turn].append(one_turn(folders[turn], turn, arguments))
         head = ["op", "rows x N", "dtype x/w", "layout", *(f"{name}: us" for name in names)]
         head += [*(f"{name}: faster" for name in names[1:]), "spread"]
         lines = [line(row, [[times[number] for times in tree] for tree in seconds]) for number, row in enumerate(rows)]
@@ -78,8 +82,8 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             with target.open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows([head, *lines])
     print(bench.device_name(xp))
-    for name, words in zip(names, options.words, strict=True):
-        print(f"{name}: {words}")
+    for name, tree in zip(names, options.trees, strict=True):
+        print(f"{name}: {tree.words}")
     print(f"\n{report.table(head, lines)}")
     return 0
 
@@ -130,7 +134,9 @@ def one_turn(folder: Path, turn: int, arguments: Sequence[str]) -> list[float]:
     return list(map(float, seconds))
 
 
-def time_rows(rows: Sequence[Row], settings: dict[str, Any], xp: Any) -> list[float]:
+def seconds_of(rows: Sequence[Row], settings: dict[str, Any], xp: Any) -> list[float]:
+    from roofline import inputs_of
+
     from cupynorm import cli
     from cupynorm.cuda import config
 
@@ -145,37 +151,33 @@ def time_rows(rows: Sequence[Row], settings: dict[str, Any], xp: Any) -> list[fl
     return seconds
 
 
-def tree(text: str) -> Tree:
+def tree_of(text: str) -> Tree:
     """COMMIT or COMMIT:NAME=VALUE,…"""
     commit, _, settings = text.partition(":")
     try:
         call = ast.parse(f"dict({settings})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
+        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError
         values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-        if "None" in values:  # **something
-            raise ValueError
     except (SyntaxError, ValueError):
         raise argparse.ArgumentTypeError(f"got {text!r}; COMMIT or COMMIT:NAME=VALUE,… is needed") from None
-    return Tree(commit, values)
+    return Tree(text, commit, values)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    from roofline import add_row_options
+
     from cupynorm import cli
 
     parser = cli.Parser(prog="compare.py", description="Time the same calls with several trees, in turn.")
-    parser.add_argument("words", nargs="+", metavar="TREE", help="a commit or '.', and launch choices behind a colon")
+    words = "a commit or '.', and launch choices behind a colon"
+    parser.add_argument("trees", nargs="+", type=tree_of, metavar="TREE", help=words)
     add_row_options(parser)
     parser.add_argument("--rounds", type=lambda text: cli.positive(text, int), default=3, help="default: 3")
     parser.add_argument("--device", choices=("cuda", "numpy"), help="default: CUDA, if it is there")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
     parser.add_argument("--turn", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    try:
-        options.trees = list(map(tree, options.words))
-    except argparse.ArgumentTypeError as error:
-        parser.error(f"argument TREE: {error}")
-    return options
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -28,11 +28,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
-
-from roofline import Row, add_row_options, inputs_of, rows_of
+from typing import TYPE_CHECKING, Any
 
 from cupynorm import bench, report
+
+if TYPE_CHECKING:
+    from roofline import Row
 
 METRICS = (
     "gpu__time_duration.sum",
@@ -61,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from roofline import rows_of
+
     from cupynorm import cli
 
     rows = rows_of(options)
@@ -85,6 +88,8 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def call_each(rows: Sequence[Row], cupy: Any) -> None:
     """One call of each row, and of its triad, under the profiler; before it one that is not, which compiles."""
+    from roofline import inputs_of
+
     for row in rows:
         inputs = inputs_of(row, cupy)
         x, dy, z = (cupy.ones(row.case.rows * row.case.columns, row.case.dtype) for _ in range(3))
@@ -163,6 +168,8 @@ def number(text: str) -> float:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    from roofline import add_row_options
+
     from cupynorm import cli
 
     parser = cli.Parser(prog="counters.py", description="Read the profiler's counters of the norms' kernels.")

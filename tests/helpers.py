@@ -169,3 +169,11 @@ def address(array: Any) -> int:
     if isinstance(array, int):
         return array
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+
+
+def exit_status(main: Any, arguments: list[str]) -> int:
+    """Of a script's main(), whether returned or raised by argparse."""
+    try:
+        return int(main(arguments))
+    except SystemExit as stop:
+        return int(stop.code or 0)

@@ -26,6 +26,17 @@ class Full(Exception):
     """The stand-in's out-of-memory error."""
 
 
+def test_asv_can_import_the_folder_and_takes_no_script_for_a_benchmark() -> None:
+    """It imports every module as asv_bench.NAME, where none finds another by its name, and goes by functions' names."""
+    pytest.importorskip("asv")
+    if not (ROOT / ".git").exists():
+        pytest.skip("asv needs git's history")
+    command = [sys.executable, "-m", "asv", "check", "--config", "asv.conf.json", "-E", f"existing:{sys.executable}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "failed" not in done.stdout.lower(), done.stdout
+
+
 @pytest.fixture
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT))

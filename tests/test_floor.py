@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import struct
-import sys
-from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
+import floor
 import pytest
 
-FLOOR = Path(__file__).resolve().parent.parent / "asv_bench" / "floor.py"
 
-
-@pytest.fixture
-def floor() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("asv_bench_floor", FLOOR)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-def test_the_kernel_compiles_and_takes_what_is_packed(floor: ModuleType) -> None:
+def test_the_kernel_compiles_and_takes_what_is_packed() -> None:
     pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
     from cupy.cuda import nvrtc
 
     from cupynorm.cuda import module
 
-    source = FLOOR.with_suffix(".cu").read_text(encoding="utf-8")
+    source = floor.source()
+    assert module.source_digest() in source
     size = struct.calcsize(floor.LAYOUT)
     source += f'static_assert(sizeof(FloorArguments) == {size}, "the same struct");\n'
     program = nvrtc.createProgram(source, "floor.cu", (), ())
@@ -39,9 +26,7 @@ def test_the_kernel_compiles_and_takes_what_is_packed(floor: ModuleType) -> None
         pytest.fail(nvrtc.getProgramLog(program))
 
 
-def test_without_a_device_it_says_so(
-    floor: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_device_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from cupynorm import cli
 
     monkeypatch.setattr(cli, "usable_cupy", lambda: (None, "none here"))
@@ -49,11 +34,7 @@ def test_without_a_device_it_says_so(
     assert "a CUDA device and CuPy are needed: none here" in capsys.readouterr().err
 
 
-def test_the_bounds_are_those_of_the_roofline(floor: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
-    monkeypatch.syspath_prepend(str(FLOOR.parent))
-    monkeypatch.delitem(sys.modules, "roofline", raising=False)
+def test_the_bounds_are_those_of_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floor, "step_us", lambda cupy, norm, columns, blocks, last: 3.0 + last)
     monkeypatch.setattr(floor.bench, "measure_triad", lambda *_: SimpleNamespace(seconds=9.75e-6))
     device = SimpleNamespace(attributes={"MultiProcessorCount": 132})

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import peers
 import pytest
+import record
+import roofline
+from helpers import exit_status
 
 from cupynorm import bench
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def script(name: str) -> ModuleType:
-    specification = importlib.util.spec_from_file_location(f"asv_bench_{name}", ROOT / "asv_bench" / f"{name}.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module
-    specification.loader.exec_module(module)
-    return module
-
-
-peers, roofline, record = script("peers"), script("roofline"), script("record")
 SMALL = [  # figures may read 0.0
     "--device",
     "numpy",
@@ -40,14 +28,6 @@ SMALL = [  # figures may read 0.0
     "--dtype",
     "float32",
 ]
-
-
-def status(main: Any, arguments: list[str]) -> int:
-    """The exit status, whether returned or raised by argparse."""
-    try:
-        return int(main(arguments))
-    except SystemExit as stop:
-        return int(stop.code or 0)
 
 
 def cells(line: str) -> list[str]:
@@ -96,7 +76,7 @@ def fake_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_table_csv_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "peers.csv"
     options = ["--peers", "honest,wrong,choosy,missing,gpu", "--csv", str(target)]
-    assert status(peers.main, [*SMALL, *options]) == 0
+    assert exit_status(peers.main, [*SMALL, *options]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].split(",")[1].strip() == "CPU"
     assert "commit" in out[1]
@@ -137,7 +117,7 @@ def test_table_csv_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_pictures(norms: list[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     options = ["--norm", *norms, "--peers", "honest,choosy,gpu", "--plot", str(tmp_path / "peers.png")]
-    assert status(peers.main, [*SMALL, *options]) == 0
+    assert exit_status(peers.main, [*SMALL, *options]) == 0
     names = ["peers.png"] if len(norms) == 1 else ["peers-layernorm.png", "peers-rmsnorm.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     for path in tmp_path.iterdir():
@@ -148,7 +128,7 @@ def test_pictures(norms: list[str], tmp_path: Path) -> None:
 def test_pytorch_on_the_cpu(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("ml_dtypes")
-    assert status(peers.main, [*SMALL, "--dtype", dtype, "--peers", "eager,aten"]) == 0
+    assert exit_status(peers.main, [*SMALL, "--dtype", dtype, "--peers", "eager,aten"]) == 0
     out = capsys.readouterr().out.splitlines()
     head, _, *rows = (cells(line) for line in out if line.startswith("|"))
     figures = {(row[0], row[1]): dict(zip(head, row, strict=True)) for row in rows}
@@ -163,7 +143,7 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Monke
     target = tmp_path / "peers.csv"
     target.write_text("older figures")
     monkeypatch.setattr(bench, "measure_triad", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
-    assert status(peers.main, [*SMALL, "--peers", "aten", "--csv", str(target)]) == 1
+    assert exit_status(peers.main, [*SMALL, "--peers", "aten", "--csv", str(target)]) == 1
     assert target.read_text() == "older figures"
     assert list(tmp_path.iterdir()) == [target]
 
@@ -217,7 +197,10 @@ def test_rooflines_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(bench, "make_inputs", lambda case, xp: {"x": np.ones((2, 8)), "dy": np.ones((2, 8))})
     monkeypatch.setattr(bench, "measure_case", measure_case)
     target = tmp_path / "roofline.csv"
-    assert status(roofline.main, ["--set", "sizes,odd", "--only", "1024", "--sizes", "100", "--csv", str(target)]) == 0
+    assert (
+        exit_status(roofline.main, ["--set", "sizes,odd", "--only", "1024", "--sizes", "100", "--csv", str(target)])
+        == 0
+    )
     out = capsys.readouterr().out
     with target.open(newline="") as file:
         lines = list(csv.DictReader(file))
@@ -278,7 +261,7 @@ def test_bad_input_is_one_line_and_status_2(
         pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "time_call", lambda *_, **__: pytest.fail("measured before the input was checked"))
-    assert status(module.main, arguments) == 2
+    assert exit_status(module.main, arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1, captured.err
@@ -289,7 +272,7 @@ def test_bad_input_is_one_line_and_status_2(
 
 def test_record_names_an_unknown_commit(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("asv")
-    assert status(record.main, ["no-such-commit"]) == 2
+    assert exit_status(record.main, ["no-such-commit"]) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
     assert "no-such-commit" in error

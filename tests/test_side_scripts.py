@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
+import compare
+import counters
 import numpy as np
 import pytest
+import roofline
+from helpers import exit_status
 
 from cupynorm import bench, cli
 
@@ -20,42 +22,11 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--only", "32", "--sizes", "0.01", "--dtype", "float32"]
 
 
-def script(name: str) -> Iterator[ModuleType]:
-    sys.path.insert(0, str(ROOT / "asv_bench"))
-    try:
-        specification = importlib.util.spec_from_file_location(f"asv_bench_{name}", ROOT / "asv_bench" / f"{name}.py")
-        assert specification is not None
-        assert specification.loader is not None
-        module = importlib.util.module_from_spec(specification)
-        specification.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(ROOT / "asv_bench"))
-
-
-@pytest.fixture
-def compare() -> Iterator[ModuleType]:
-    yield from script("compare")
-
-
-@pytest.fixture
-def counters() -> Iterator[ModuleType]:
-    yield from script("counters")
-
-
-def status(main: Any, arguments: list[str]) -> int:
-    """The exit status, whether returned or raised by argparse."""
-    try:
-        return int(main(arguments))
-    except SystemExit as stop:
-        return int(stop.code or 0)
-
-
 # --- compare.py -------------------------------------------------------------------------------------------
 
 
 def test_trees_are_timed_in_turn(
-    compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turns: list[int] = []
 
@@ -67,7 +38,7 @@ def test_trees_are_timed_in_turn(
     monkeypatch.setattr(compare, "one_turn", one_turn)
     target = tmp_path / "trees.csv"
     trees = [".", ".:SHARE_STEPS=3"]
-    assert status(compare.main, [*trees, *TINY, "--device", "numpy", "--csv", str(target)]) == 0
+    assert exit_status(compare.main, [*trees, *TINY, "--device", "numpy", "--csv", str(target)]) == 0
     assert turns == [0, 1, 0, 1, 0, 1]
     out = capsys.readouterr().out.splitlines()
     assert out[1:3] == ["1: .", "2: .:SHARE_STEPS=3"]
@@ -81,24 +52,22 @@ def test_trees_are_timed_in_turn(
 
 
 @pytest.mark.parametrize("words", [".", ".:SHARE_STEPS=3,STAGED_RING_BYTES={'rmsnorm': 1}", "HEAD"])
-def test_a_tree_is_timed_by_a_process_of_its_own(
-    compare: ModuleType, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tree_is_timed_by_a_process_of_its_own(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     if words == "HEAD" and not ((ROOT / ".git").exists() and shutil.which("git")):
         pytest.skip("needs git and its history")
-    assert status(compare.main, [words, *TINY, "--device", "numpy", "--rounds", "1"]) == 0
+    assert exit_status(compare.main, [words, *TINY, "--device", "numpy", "--rounds", "1"]) == 0
     *_, one, another = capsys.readouterr().out.splitlines()
     assert one.split()[:2] == ["rmsnorm_backward", "26x32"]
     assert another.split()[:2] == ["layernorm_backward", "26x32"]
     assert float(one.split()[4]) > 0
 
 
-def test_settings_reach_the_launch_choices(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_reach_the_launch_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     from cupynorm.cuda import config
 
     monkeypatch.setattr(config, "SHARE_STEPS", 2)
-    (row,) = compare.rows_of(compare.parse([".", *TINY, "--ops", "rmsnorm_backward"]))
-    assert len(compare.time_rows([row], {"SHARE_STEPS": 5}, np)) == 1
+    (row,) = roofline.rows_of(compare.parse([".", *TINY, "--ops", "rmsnorm_backward"]))
+    assert len(compare.seconds_of([row], {"SHARE_STEPS": 5}, np)) == 1
     assert config.SHARE_STEPS == 5
 
 
@@ -117,11 +86,11 @@ def test_settings_reach_the_launch_choices(compare: ModuleType, monkeypatch: pyt
     ],
 )
 def test_what_cannot_be_compared_is_said_in_one_line(
-    compare: ModuleType, arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "--only" in arguments and "7" in arguments:
         arguments = [*arguments, "--set", "triton"]
-    assert status(compare.main, [*arguments, "--device", "numpy"]) == 2
+    assert exit_status(compare.main, [*arguments, "--device", "numpy"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1, captured.err
@@ -164,9 +133,9 @@ def stand_in(folder: Path, kernels: int = 6, error: str = "pass") -> str:
 
 
 @pytest.mark.usefixtures("on_a_device")
-def test_each_kernel_has_its_line(counters: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_kernel_has_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "counters.csv"
-    assert status(counters.main, [*TINY, "--ncu", stand_in(tmp_path), "--csv", str(target)]) == 0
+    assert exit_status(counters.main, [*TINY, "--ncu", stand_in(tmp_path), "--csv", str(target)]) == 0
     with target.open(newline="") as file:
         lines = list(csv.DictReader(file))
     kernels = ["backward_split_sums", "backward_split_apply", "triad"]
@@ -192,13 +161,12 @@ def test_each_kernel_has_its_line(counters: ModuleType, tmp_path: Path, capsys: 
     ],
 )
 def test_what_ncu_does_not_say_is_said_in_one_line(
-    counters: ModuleType,
     options: dict[str, Any],
     words: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert status(counters.main, [*TINY, "--ncu", stand_in(tmp_path, **options)]) == 2
+    assert exit_status(counters.main, [*TINY, "--ncu", stand_in(tmp_path, **options)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1, captured.err
@@ -207,27 +175,23 @@ def test_what_ncu_does_not_say_is_said_in_one_line(
 
 
 @pytest.mark.usefixtures("on_a_device")
-def test_without_ncu(counters: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status(counters.main, [*TINY, "--ncu", str(tmp_path / "none")]) == 2
+def test_without_ncu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status(counters.main, [*TINY, "--ncu", str(tmp_path / "none")]) == 2
     assert "--ncu" in capsys.readouterr().err
 
 
-def test_under_the_profiler_each_row_ends_with_its_triad(
-    counters: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from types import SimpleNamespace
-
+def test_under_the_profiler_each_row_ends_with_its_triad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     runtime = SimpleNamespace(profilerStart=lambda: seen.append("start"), profilerStop=lambda: seen.append("stop"))
     stream = SimpleNamespace(synchronize=lambda: None)
     cupy = SimpleNamespace(ones=np.ones, cuda=SimpleNamespace(runtime=runtime, get_current_stream=lambda: stream))
     monkeypatch.setattr(bench, "cuda_triad", lambda *_: lambda: seen.append("triad"))
     monkeypatch.setattr(bench, "call", lambda case, inputs: seen.append(case.op))
-    monkeypatch.setattr(counters, "inputs_of", lambda row, xp: {})
+    monkeypatch.setattr(roofline, "inputs_of", lambda row, xp: {})
     monkeypatch.setattr(cli, "usable_cupy", lambda: (cupy, ""))
     target = tmp_path / "counters.csv"
     target.write_text("of the process that profiles")
-    assert status(counters.main, [*TINY, "--profiled", "--csv", str(target)]) == 0
+    assert exit_status(counters.main, [*TINY, "--profiled", "--csv", str(target)]) == 0
     assert target.read_text() == "of the process that profiles"
     assert seen == [
         step
