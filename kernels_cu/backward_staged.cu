@@ -11,9 +11,6 @@
 // over its warps and blocks likewise; a column over 16 rows (64 where a thread has many columns), over these in turn, over
 // the block's groups.
 //
-// The block's partial row is on its way before the last of its dx: with 16384 columns, where a second half is longest, 25 MB took
-// 16.8 us so, 17.7 us otherwise, LayerNorm 20.4 and 21.8.
-//
 // What stands before the first copies is short (by stamps, a kernel's first instructions take long; perhaps they come from
 // memory), and what is waited for is asked for in the order in which it is needed.
 #include "backward.cuh"
@@ -76,8 +73,10 @@ private:
 constexpr int kThreadsAtOnce = kColumnsPerThread == 24 && (sizeof(X) < 4 || !kWantDb) ? 384
                                : !kWholeWarps && __CUDA_ARCH__ < (kVector > 1 ? 1200 : 1000) ? 512 : kMaxThreads;
 
-// Of single columns, in the loop, the compiler makes a slower loop: LayerNorm, 16650x1001, 41 us as it is, 44 us so.
-constexpr bool kPublishesInLoop = kVector > 1;
+// Whether the partial row is on its way before the last of the block's dx, which is written meanwhile: with 16384 columns 25 MB
+// took 16.8 us so, 17.7 us otherwise, LayerNorm 20.4 and 21.8. Without clusters the gain was smaller than what the compiler loses:
+// LayerNorm with 32 columns, 222 registers as it is, 255 so; of single columns, 16650x1001, 41 us as it is, 44 us so.
+constexpr bool kPublishesInLoop = kVector > 1 && kClustered;
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
     backward_staged(const BackwardArguments a) {
@@ -118,7 +117,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         const char* const at = ring.place(place.stage);
         return StagedRow{x_part.in(at, share, walk.row(j)), dy_part.in(at, share, walk.row(j)), share.team_column};
     };
-    const int own_count = walk.end - (first_row + (walk.end - 1) * walk.step >= a.rows);
+    int own_count = walk.end - (first_row + (walk.end - 1) * walk.step >= a.rows);
+    if constexpr (!kManyColumns) asm volatile("" : "+r"(own_count));  // found here, once
     RowStatistics row, row_before;
     Sums<Compute> posted, posted_before;
     RingPlace place, place_before;

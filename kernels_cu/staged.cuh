@@ -53,12 +53,12 @@ struct BlockShare {
         team_warps = threads >> 5;
         if constexpr (kMaxTeams == 1) return;
         if (!kClustered && groups > 1 && a.group_threads < kTeamThreads) {
-            team_rows = kTeamThreads >> log2_of(a.group_threads);
+            team_rows = minimum(kTeamThreads >> log2_of(a.group_threads), groups);
             team_group = team * team_rows;
         } else {
             team_rows = 1;
             team_group = group;
-            team_column = (thread - team_thread) * kColumnsPerThread;
+            team_column = (team * kTeamThreads - group * a.group_threads) * kColumnsPerThread;
             const int left = columns - team_column;
             team_columns = left < 0 ? 0 : minimum(left, threads * kColumnsPerThread);
         }
@@ -249,7 +249,7 @@ template <bool kBoth> struct SumExchange {
     // Posts what all lanes of the warp hold alike.
     __device__ void post_warp(const Sums<Compute>& sums, int j, int thread) const {
         if (entries == 1) return;
-        const int slot = j % kSlots, warp = thread / 32, lane = thread % 32;
+        const int slot = unsigned(j) % kSlots, warp = thread / 32, lane = thread % 32;
         Sums<Compute>* entry = slots + slot * entries + rank * warps + warp;
         if constexpr (kClustered) {
             if (thread == 0) summed[slot].arrive_expecting(entries * int(sizeof(Sums<Compute>)));
@@ -265,8 +265,8 @@ template <bool kBoth> struct SumExchange {
 
     // The entries of sum j, when all are there: those of warp 0 of block 0, warp 1 of block 0, …
     __device__ const Sums<Compute>* wait(int j) const {
-        const int slot = j % kSlots;
-        summed[slot].wait(j / kSlots & 1);
+        const int slot = unsigned(j) % kSlots;
+        summed[slot].wait(unsigned(j) / kSlots & 1);
         return slots + slot * entries;
     }
 

@@ -54,7 +54,7 @@ def defined(chosen: config.BackwardConfig | config.ForwardConfig, name: str) -> 
 
 
 def team_threads(vector: bool, column_bytes: int) -> int:
-    """kTeamThreads of staged.cuh, 1 where there are no teams; a team of several groups has all of its threads."""
+    """kTeamThreads of staged.cuh, 1 where there are no teams. A team of several groups is whole, or the block."""
     if not vector or column_bytes < 128:
         return 1
     return 64 if column_bytes % 128 == 0 else 128
@@ -89,7 +89,8 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned):
             assert chosen.threads <= config.STAGED_MAX_THREADS, at
             assert chosen.groups == 1 or chosen.cluster == 1, at
             team = team_threads(vector, per_thread * config.compute_itemsize(x))
-            assert chosen.groups == 1 or chosen.group_threads >= team or chosen.threads % team == 0, at
+            whole_teams = chosen.threads < team or chosen.threads % team == 0
+            assert chosen.groups == 1 or chosen.group_threads >= team or whole_teams, at
         if chosen.route == "direct":
             assert chosen.threads <= defined(chosen, "MAX_THREADS"), at
         if vector:
@@ -99,11 +100,30 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned):
             assert chosen.slab_columns % width == 0, at
 
 
+def what_orders_a_rows_sums(chosen: config.BackwardConfig) -> tuple[object, ...]:
+    return chosen.route, chosen.definitions, chosen.group_threads, chosen.slab_columns, chosen.slabs, chosen.cluster
+
+
+@pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("x", DTYPES)
-def test_what_orders_a_rows_sums_does_not_depend_on_the_number_of_rows(device, x):
+def test_what_orders_a_rows_sums_does_not_depend_on_the_number_of_rows(device, x, aligned):
     for columns in COLUMNS:
-        few, many = (config.backward_config(backward(columns, x, x, rows), True, device) for rows in (1, 1 << 20))
-        assert few == many
+        many = config.backward_config(backward(columns, x, x, 1 << 20), aligned, device)
+        for rows in (1, 2, 3, 5, 8, 100):
+            few = config.backward_config(backward(columns, x, x, rows), aligned, device)
+            assert what_orders_a_rows_sums(few) == what_orders_a_rows_sums(many), (columns, rows)
+
+
+def test_a_staged_block_has_no_more_groups_than_rows_but_whole_warps():
+    hopper = DEVICES["sm_90"]
+    for columns, rows, groups in (
+        (4096, 1, 1), (4096, 2, 2), (4096, 1 << 20, 2),  # of 128 threads
+        (1024, 1, 1), (1024, 3, 4), (1024, 1 << 20, 8),  # of 32
+        (128, 1, 4), (128, 5, 8), (128, 1 << 20, 32),  # of 8
+    ):  # fmt: skip
+        chosen = config.backward_config(backward(columns, "bfloat16", "bfloat16", rows), True, hopper)
+        assert chosen.groups == groups, (columns, rows)
+        assert chosen.threads % 32 == 0
 
 
 @pytest.mark.parametrize("aligned", [True, False])

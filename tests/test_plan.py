@@ -3,8 +3,10 @@ a device that is none."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
+import struct
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -266,20 +268,28 @@ def test_kept_workspace_grows(device: FakeDevice) -> None:
 
 
 def test_a_large_workspace_is_not_kept(device: FakeDevice) -> None:
-    from cupynorm.cuda import launch
+    from cupynorm.cuda import driver, launch
 
     kept: dict[int, Any] = {}
     for counter_bytes, size in ((64, config.KEPT_BYTES), (config.KEPT_COUNTER_BYTES + 8, 512), (0, config.KEPT_BYTES)):
-        workspace = launch._Workspace(counter_bytes, size)
+        workspace = launch._Workspace(128, counter_bytes, size)
         device.zeroed.clear()
         memory = workspace.take(device.stream, kept)
         assert not kept
-        assert device.zeroed == ([(memory.ptr, counter_bytes)] if counter_bytes else [])
-        counters, part = workspace.addresses(memory.ptr)
-        assert counters == (memory.ptr if counter_bytes else 0)
-        assert counter_bytes <= part - memory.ptr == device.allocated[-1][1] - size
-    assert launch._Workspace(0, 0).take(device.stream, kept) is None
-    assert launch._Workspace(64, 512).take(device.stream, kept) is kept[device.stream.ptr][2]
+        assert device.zeroed == ([(memory.ptr, 128 + counter_bytes)] if counter_bytes else [])
+        arguments = driver.Arguments("3P", 1)
+        workspace.fill_in(arguments, memory.ptr)
+        assert arguments.workspace == memory.ptr
+        _, part, counters = struct.unpack("3P", arguments_of(arguments, 24))
+        assert counters == (memory.ptr + 128 if counter_bytes else 0)
+        assert (128 + counter_bytes if counter_bytes else 0) <= part - memory.ptr == device.allocated[-1][1] - size
+    assert launch._Workspace(128, 0, 0).take(device.stream, kept) is None
+    assert launch._Workspace(128, 64, 512).take(device.stream, kept) is kept[device.stream.ptr][2]
+
+
+def arguments_of(arguments: Any, size: int) -> bytes:
+    """What a launch would read."""
+    return ctypes.string_at(ctypes.c_void_p.from_address(arguments.address).value or 0, size)
 
 
 def test_each_device_has_its_own_plan_and_is_made_current(device: FakeDevice) -> None:

@@ -133,18 +133,18 @@ class ForwardConfig(NamedTuple):
         return self.threads // self.group_threads
 
 
-def compute_itemsize(x_name: str) -> int:
-    return 8 if x_name == "float64" else 4
-
-
 def _compute_name(x_name: str) -> str:
     """The type of the arithmetic."""
     return "float64" if x_name == "float64" else "float32"
 
 
+def compute_itemsize(x_name: str) -> int:
+    return ITEMSIZE[_compute_name(x_name)]
+
+
 def columns_per_thread(x_name: str) -> int:
-    """Of the direct and split routes, and of small rows in the staged one."""
-    return 8 if x_name == "float64" else 16
+    """Of the direct and split routes, and of small rows in the staged one: 64 bytes of the arithmetic's type."""
+    return 64 // compute_itemsize(x_name)
 
 
 def vector_width(*names: str) -> int:
@@ -230,7 +230,8 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         if held is None or slab > STAGED_MOST_COLUMNS.get(held[0], slab):
             continue
         per_thread, group = held
-        most_groups = _groups(_block_threads(name, vector, per_thread), group) if cluster == 1 and contiguous else 1
+        block_threads = _block_threads(name, vector, per_thread)
+        most_groups = _groups(block_threads, group, problem.rows) if cluster == 1 and contiguous else 1
         at_once = (2 if per_thread == columns_per_thread(name) else 1) * STAGED_MAX_THREADS
         ring_bytes = STAGED_RING_BYTES[problem.norm] if cluster < 8 else STAGED_LARGE_CLUSTER_RING_BYTES
         for groups, blocks in ((g, b) for g in _halvings(most_groups) for b in _halvings(at_once // (g * group))):
@@ -326,9 +327,15 @@ def _block_threads(x: str, vector: bool, per_thread: int) -> int:
     return STAGED_MAX_THREADS if teams or per_thread == columns_per_thread(x) else STAGED_MAX_THREADS // 2
 
 
-def _groups(block_threads: int, group: int) -> int:
-    """Of a block; several only where a group has a power of two of threads, so that no thread need divide."""
-    return max(1, block_threads // group) if group & (group - 1) == 0 else 1
+def _groups(block_threads: int, group: int, rows: int) -> int:
+    """Of a block: whole warps, beyond that no more than rows; one where a group has no power of two of threads.
+
+    Sums of groups without a row would be added up, too: RMSNorm, 1x4096, 7.6 us with two groups, 6.7 with one.
+    """
+    if group & (group - 1):
+        return 1
+    wanted = max(_power_of_two_at_least(rows, block_threads), WARP // group)
+    return min(max(1, block_threads // group), wanted)
 
 
 def _halvings(most: int) -> tuple[int, ...]:
@@ -465,7 +472,7 @@ def _forward_staged(
         per_thread, group = held
         at_once = _forward_threads_at_once(problem.norm, name, vector > 1, per_thread)
         block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
-        groups = _groups(block_threads, group) if cluster == 1 and contiguous else 1
+        groups = _groups(block_threads, group, problem.rows) if cluster == 1 and contiguous else 1
         threads = groups * group
         step_bytes = _part_bytes(name, vector > 1, groups * slab)
         static_bytes = _staged_static_bytes(name, cluster)

@@ -44,6 +44,7 @@ class Arguments:
 
     First come the addresses of a call's arrays, `calls` of them, which `fill` takes; then those in the workspace, which
     `fill_workspace` takes; then what is fixed. `layout` is that of the whole struct, as in Python's struct module.
+    `workspace` is where that workspace lies, for those who fill it in.
     """
 
     def __init__(self, layout: str, calls: int, *fixed: Any) -> None:
@@ -55,6 +56,7 @@ class Arguments:
         of_call, of_workspace = struct.Struct(f"{calls}P"), struct.Struct(f"{addresses - calls}P")
         self.fill = functools.partial(of_call.pack_into, memory, 0)
         self.fill_workspace = functools.partial(of_workspace.pack_into, memory, of_call.size)
+        self.workspace = 0
 
 
 class Launch:

@@ -54,7 +54,8 @@ class Backward:
         itemsize = problem.compute_dtype.itemsize
         partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize if reduces else 0
         self._workspace = _Workspace(
-            choose.SHARES_BYTES + choose.meeting_bytes(blocks) if reduces else 0,
+            choose.SHARES_BYTES,
+            choose.meeting_bytes(blocks) if reduces else 0,
             partials_bytes if problem.want_dw else 0,
             partials_bytes if problem.want_db else 0,
             problem.rows * config.slabs * 2 * itemsize if split and problem.want_dx else 0,
@@ -65,7 +66,7 @@ class Backward:
             sums_walkers = choose.sums_walkers(config, problem, device)
             launches.insert(0, _backward_launch(config, "backward_split_sums").over(config.slabs, sums_walkers))
 
-        def make_arguments() -> _OfThread:
+        def make_arguments() -> tuple[Arguments, _Kept]:
             arguments = Arguments(
                 choose.BACKWARD_ARGUMENTS,
                 8,
@@ -84,7 +85,7 @@ class Backward:
                 choose.reduction_row_threads(config.threads, blocks, walkers, problem),
                 config.groups,
             )
-            return _OfThread(arguments, _kept.on_device[device_id])
+            return arguments, _kept.on_device[device_id]
 
         self._launches = launches
         self._thread = PerThread(make_arguments)
@@ -100,15 +101,13 @@ class Backward:
                     size = self.problem.columns * self.problem.parameter_dtype.itemsize
                     cupy.cuda.runtime.memsetAsync(address, 0, size, stream.ptr)
             return
-        own = self._thread.own
-        memory = self._workspace.take(stream, own.kept)
-        if memory is not None and memory.ptr != own.workspace:
-            counters, *parts = self._workspace.addresses(memory.ptr)
-            own.fill_workspace(*parts, counters and counters + choose.SHARES_BYTES)
-            own.workspace = memory.ptr  # last: an interrupt may come between
-        own.fill(x, dy, w, mean, rstd, dx, dw, db)
+        arguments, kept = self._thread.own
+        memory = self._workspace.take(stream, kept)  # held until the launches are out
+        if memory is not None and memory.ptr != arguments.workspace:
+            self._workspace.fill_in(arguments, memory.ptr)
+        arguments.fill(x, dy, w, mean, rstd, dx, dw, db)
         for launch in self._launches:
-            launch(stream.ptr, own.arguments, 0)
+            launch(stream.ptr, arguments.address, 0)
 
 
 class Forward:
@@ -132,9 +131,9 @@ class Forward:
         )
         walkers = min(_walkers_at_once(main, config.cluster, device), -(-problem.rows // config.groups))
         steps, walk_rows, shares = choose.forward_shares(config, problem.rows, walkers)
-        self._workspace = _Workspace(choose.SHARES_BYTES) if shares else None
+        self._workspace = _Workspace(0, choose.SHARES_BYTES if shares else 0)
 
-        def make_arguments() -> _OfThread:
+        def make_arguments() -> tuple[Arguments, _Kept]:
             arguments = Arguments(
                 choose.FORWARD_ARGUMENTS,
                 6,
@@ -154,7 +153,7 @@ class Forward:
                 shares,
                 choose.SHARE_STEPS,
             )
-            return _OfThread(arguments, _kept.on_device[device_id])
+            return arguments, _kept.on_device[device_id]
 
         self._launch = main.over(walkers * config.cluster)
         self._thread = PerThread(make_arguments)
@@ -164,13 +163,13 @@ class Forward:
         if not self.problem.rows:
             return
         mean, rstd = statistics if len(statistics) == 2 else (0, *statistics)
-        own = self._thread.own
         stream = _current_stream()
-        if self._workspace is not None:
-            memory = self._workspace.take(stream, own.kept)
-            own.fill_workspace(memory.ptr)
-        own.fill(x, w, b, y, mean, rstd)
-        self._launch(stream.ptr, own.arguments, 0)
+        arguments, kept = self._thread.own
+        memory = self._workspace.take(stream, kept)
+        if memory is not None and memory.ptr != arguments.workspace:
+            self._workspace.fill_in(arguments, memory.ptr)
+        arguments.fill(x, w, b, y, mean, rstd)
+        self._launch(stream.ptr, arguments.address, 0)
 
 
 # The memory that is kept for each stream, by its pointer: which stream that was, bytes, memory.
@@ -187,40 +186,29 @@ class _KeptMemory(threading.local):
 _kept = _KeptMemory()
 
 
-class _OfThread:
-    """What each thread has of its own: the arguments, which have the addresses in the workspace that was used last."""
-
-    __slots__ = ("arguments", "fill", "fill_workspace", "kept", "owner", "workspace")
-
-    def __init__(self, arguments: Arguments, kept: _Kept) -> None:
-        self.owner = arguments
-        self.arguments, self.fill, self.fill_workspace = arguments.address, arguments.fill, arguments.fill_workspace
-        self.kept = kept
-        self.workspace = 0
-
-
 class _Workspace:
     """Memory that the kernels of a call need: counters, and behind them parts of the given sizes.
 
-    The counters are SharesDrawn (forward.cuh) and, from SHARES_BYTES on, a Meeting (reduction.cuh).
+    The counters are SharesDrawn (forward.cuh) and, from SHARES_BYTES on, a Meeting (reduction.cuh); a call uses those
+    from `first_counter` on.
 
     A stream's launches follow one another, so its calls use the same memory, which is kept from call to call. A graph,
     which may be launched on any stream, has its own, and so has a call that needs more than KEPT_BYTES.
     """
 
-    def __init__(self, counter_bytes: int, *sizes: int) -> None:
-        counters, *parts = (-(-size // _PART_BYTES) * _PART_BYTES for size in (counter_bytes, *sizes))
+    def __init__(self, first_counter: int, counter_bytes: int, *sizes: int) -> None:
+        self._counter_bytes = first_counter + counter_bytes if counter_bytes else 0
+        counters, *parts = (-(-size // _PART_BYTES) * _PART_BYTES for size in (self._counter_bytes, *sizes))
         most = choose.KEPT_COUNTER_BYTES
         self._keeps = counters <= most and most + sum(parts) <= choose.KEPT_BYTES
-        self._counter_bytes = counter_bytes
         # In kept memory nothing else ever lies where counters do: it would look like what blocks write there.
-        *starts, end = accumulate(parts, initial=choose.KEPT_COUNTER_BYTES if self._keeps else counters)
-        places = zip((0, *starts), (counter_bytes, *sizes), strict=True)
+        *starts, end = accumulate(parts, initial=most if self._keeps else counters)
+        places = zip((*starts, first_counter), (*sizes, counter_bytes), strict=True)
         self._starts = [start if size else None for start, size in places]
         self._bytes = end if counter_bytes or any(sizes) else 0
 
     def take(self, stream: Any, kept: _Kept) -> Any:
-        """The memory, or None where none is needed."""
+        """The memory, to be held while it is launched on, or None where none is needed."""
         if not self._bytes:
             return None
         if is_capturing(stream):
@@ -242,9 +230,10 @@ class _Workspace:
             cupy.cuda.runtime.memsetAsync(memory.ptr, 0, counter_bytes, stream.ptr)
         return memory
 
-    def addresses(self, base: int) -> list[int]:
-        """Of the counters and of the parts, 0 for one of no size."""
-        return [0 if start is None else base + start for start in self._starts]
+    def fill_in(self, arguments: Arguments, base: int) -> None:
+        """The addresses of the parts and, last, of the counters; 0 for what has no size."""
+        arguments.fill_workspace(*(0 if start is None else base + start for start in self._starts))
+        arguments.workspace = base  # last: an interrupt may come between
 
 
 def _forget(kept: _Kept, pointer: int, stream: weakref.ref[Any]) -> None:
