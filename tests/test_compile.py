@@ -71,7 +71,7 @@ ALLOWED_SPILLS = (
         "sm_100",
         ("LAYER_NORM=1", "X_TYPE=bfloat16", "DY_TYPE=float64", "VECTOR=1", "COLUMNS_PER_THREAD=16", "CLUSTER=1"),
         8,
-        "Of 128 registers. By the disassembly: set before the first row, and read where a step is asked for; not timed.",
+        "Of 128 registers. By the disassembly: set before the first row, read where a step is asked for; not timed.",
     ),
     Allowed(
         "backward_direct",
