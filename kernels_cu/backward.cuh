@@ -63,6 +63,7 @@ struct BackwardArguments {
     int partial_rows;
     int row_threads;        // final reduction: threads that share a column, a power of two
     int groups;             // of a block
+    int read_once;          // staged route: x and dy need not stay in the L2 cache
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 

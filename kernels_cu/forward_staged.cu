@@ -237,7 +237,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                     }
                     Vector packed;
                     packed.pack(x);
-                    if (active && at.holds(k)) packed.store_streaming(y + k * own.step());
+                    if (active && at.holds(k)) packed.store(y + k * own.step());
                 }
                 y += walk.step * a.y_row_stride;
                 if (active && share.thread == 0 && share.rank == 0) {

@@ -59,6 +59,17 @@ __device__ inline void bulk_copy(SharedAddress target, const void* source, int b
         : "memory");
 }
 
+// The same for what is read once: its lines leave the L2 cache before others.
+__device__ inline void bulk_copy_once(SharedAddress target, const void* source, int bytes, Barrier barrier) {
+    asm volatile(
+        "{\n"
+        ".reg .b64 policy;\n"
+        "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n"
+        "}\n" ::"r"(target), "l"(source), "r"(bytes), "r"(barrier.address)
+        : "memory");
+}
+
 __device__ inline int cluster_rank() {
     int rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

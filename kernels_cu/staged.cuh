@@ -114,10 +114,13 @@ template <class T> struct RingPart {
     int64 row_stride;
     int offset;      // of the team's own, from a place's start
     int part_bytes;  // of the whole block
+    bool read_once;  // worth it where all the data fits into the L2 cache, and a loss beyond that
 
     template <class Arguments>
-    __device__ RingPart(const Arguments& a, const BlockShare& share, const T* base, int64 row_stride, int part_offset)
-        : source(base + share.team_group * row_stride + share.first_column + share.team_column), row_stride(row_stride) {
+    __device__ RingPart(const Arguments& a, const BlockShare& share, const T* base, int64 row_stride, int part_offset,
+                        bool read_once = false)
+        : source(base + share.team_group * row_stride + share.first_column + share.team_column), row_stride(row_stride),
+          read_once(read_once) {
         const int bytes = share.groups * a.slab_columns * int(sizeof(T));
         static_assert(kVector > 1 || kMaxTeams == 1, "there is room for the words that cover one team's rows");
         part_bytes = (bytes + (kVector > 1 ? 0 : 128) + 127) / 128 * 128;
@@ -137,7 +140,9 @@ template <class T> struct RingPart {
     __device__ void copy(SharedAddress place, int64 row, int elements, Barrier full) const {
         const int before = lead(row) % 16;
         const char* const start = reinterpret_cast<const char*>(source + row * row_stride) - before;
-        bulk_copy(place + offset + lead(row) - before, start, copy_bytes(row, elements), full);
+        const SharedAddress target = place + offset + lead(row) - before;
+        if (read_once) bulk_copy_once(target, start, copy_bytes(row, elements), full);
+        else bulk_copy(target, start, copy_bytes(row, elements), full);
     }
     // Where the thread's group has its row in a place, as if that began at the block's first column.
     __device__ const T* in(const char* place, const BlockShare& share, int64 row) const {

@@ -277,6 +277,17 @@ def test_walks_and_shares_cover_all_rows():
                 assert (own, walk_rows) == (all_steps // walkers, rows)
 
 
+def test_data_of_the_size_of_the_cache_is_read_once():
+    """x, dy and dx together count, each with its own type."""
+    least, most = config.READ_ONCE_BYTES
+    for dy, itemsizes in (("bfloat16", 6), ("float32", 8)):
+        rows = [
+            size // (1024 * itemsizes) for size in (least - 1, least + 1024 * itemsizes, most, most + 1024 * itemsizes)
+        ]
+        chosen = [config.reads_once(backward(1024, "bfloat16", dy, rows=number)) for number in rows]
+        assert chosen == [False, True, True, False]
+
+
 def test_mixed_types_take_vectors_of_the_smaller_one():
     assert config.vector_width("bfloat16", "float32") == 8
     assert config.vector_width("float32", "float64") == 4

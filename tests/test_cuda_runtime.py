@@ -167,6 +167,25 @@ def test_shares_of_rows(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, c
             assert_same_bits(outputs[0], expected)
 
 
+@pytest.mark.parametrize("columns", [96, 1001, 1024, 4096, 20480])
+@pytest.mark.parametrize("norm", NORMS)
+def test_reads_that_leave_the_cache_first(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, columns: int) -> None:
+    """Whether x and dy are to stay in the L2 cache changes no bits."""
+    from cupynorm import dispatch
+    from cupynorm.cuda import config
+
+    tensors = make_tensors(cupy, norm, (2_000_000 // columns, columns), "bfloat16")
+    asked, decide, results = [], config.reads_once, []
+    monkeypatch.setattr(config, "reads_once", lambda problem: asked.append(decide(problem)) or asked[-1])
+    for span in ((0, 1 << 40), (1 << 40, 1 << 40)):
+        monkeypatch.setattr(config, "READ_ONCE_BYTES", span)
+        dispatch.plan_of.cache_clear()
+        results.append(backward(norm, tensors, has_bias=True))
+    dispatch.plan_of.cache_clear()
+    assert asked == [True, False]
+    assert_same_bits(*results)
+
+
 @pytest.mark.parametrize("norm", NORMS)
 def test_stream_capture_with_results_that_need_a_copy(cupy: Any, norm: str) -> None:
     """dx, dw and db with gaps: the stand-ins that the kernels write into belong to the graph."""

@@ -84,6 +84,7 @@ class Backward:
                 walkers,
                 choose.reduction_row_threads(config.threads, blocks, walkers, problem),
                 config.groups,
+                choose.reads_once(problem),
             )
             return arguments, _kept.on_device[device_id]
 
