@@ -1,0 +1,183 @@
+"""What moving the data of a backward pass takes, without its arithmetic, on a CUDA device:
+
+    python asv_bench/stream.py [--sizes MB,…] [--csv FILE]
+
+The triad z = x + dy is thousands of short blocks, which the hardware hands out as multiprocessors become free. The norm
+kernels are as many blocks as fit, each with its share of the rows fixed beforehand, since the order of sums in dw must
+not depend on who was faster. Here such blocks (stream.cu) stream x and dy through a ring in shared memory by bulk
+copies, and write z = x + dy:
+
+    steps given out  static: block b takes steps b, b + blocks, …; drawn: step b, and then what it draws from a counter,
+                     one step ahead; the call zeroes the counter first, which is in its time
+    z written by     stores: 16 bytes by a thread; bulk: one copy of a step, of what the threads left in x's place
+
+So "static" is the floor for the norm kernels, and what "drawn" gains on it, with its zeroing, is the least that the
+fixed shares cost. Each way's z is checked; then it is timed as in `cupynorm.bench`. Data is three tensors, rounded down
+to whole steps; "blocks" are those on a multiprocessor; "of triad" is the triad's time over the call's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupynorm import bench, report
+
+SIZES = (25.0, 100.0, 1000.0)
+THREADS = 256 + 32  # those that add, and the warp of the one that copies
+
+
+class Way(NamedTuple):
+    """One line of the table."""
+
+    given_out: str = "static"
+    written_by: str = "stores"
+    step_bytes: int = 16384  # of each array
+    stages: int = 3
+    blocks: int = 1  # on a multiprocessor
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.stages * 2 * self.step_bytes
+
+    @property
+    def definitions(self) -> tuple[str, ...]:
+        switches = (f"DRAWN={self.given_out == 'drawn':d}", f"BULK={self.written_by == 'bulk':d}")
+        return (*switches, f"STEP_BYTES={self.step_bytes}", f"STAGES={self.stages}", f"BLOCKS={self.blocks}")
+
+    @property
+    def cells(self) -> list[str]:
+        return [self.given_out, self.written_by, *map(str, (self.step_bytes // 1024, self.stages, self.blocks))]
+
+
+WAYS = (
+    Way(stages=2),
+    Way(),
+    Way(stages=6),
+    Way(step_bytes=4096, stages=12),
+    Way(step_bytes=4096, stages=4, blocks=4),
+    Way(written_by="bulk"),
+    Way(written_by="bulk", stages=6),
+    Way("drawn"),
+    Way("drawn", step_bytes=4096, stages=4, blocks=4),
+    Way("drawn", "bulk"),
+)
+STEP_BYTES = max(way.step_bytes for way in WAYS)  # a multiple of each
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from cupynorm import cli
+
+    options = parse(arguments)
+    return cli.guarded("stream.py", lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> int:
+    from cupynorm import cli
+
+    head = ["steps given out", "z written by", "step KB", "stages", "blocks"]
+    head += [f"{size:g} MB: {what}" for size in options.sizes for what in ("us", "of triad")]
+    with ExitStack() as files:
+        target = cli.writable(files, "--csv", options.csv)
+        cupy, reason = cli.usable_cupy()
+        if cupy is None:
+            raise cli.UsageError(f"a CUDA device and CuPy are needed: {reason}")
+        if int(cupy.cuda.Device().compute_capability) < 90:
+            raise cli.UsageError("bulk copies need compute capability 9.0")
+        nothing = bench.time_call(lambda: None, cupy)
+        data = [tensors(cupy, size) for size in options.sizes]
+        triads = [triad_seconds(cupy, *arrays) for arrays in data]
+        lines = []
+        for way in report.progress(WAYS, lambda way: " ".join(way.cells)):
+            seconds = [way_seconds(cupy, way, *arrays) for arrays in data]
+            lines.append(way.cells)
+            for time, triad in zip(seconds, triads, strict=True):
+                lines[-1] += [f"{time * 1e6:.1f}", f"{triad / time:.3f}"]
+        if target:
+            with target.open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([head, *lines])
+    times = [f"{size:g} MB {triad * 1e6:.1f} us" for size, triad in zip(options.sizes, triads, strict=True)]
+    words = f"a call that does nothing reads {nothing * 1e6:.1f} us, the triad {', '.join(times)}"
+    print(f"{bench.device_name(cupy)}; {words}\n")
+    print(report.table(head, lines))
+    return 0
+
+
+def tensor_bytes(megabytes: float) -> int:
+    """Of each of the three tensors: whole steps, rounded down."""
+    return round(megabytes * 1e6) // (3 * STEP_BYTES) * STEP_BYTES
+
+
+def tensors(xp: Any, megabytes: float) -> tuple[Any, Any, Any]:
+    """x, dy and z in 32-bit words. The factors and their sum are such that no two words of x + dy are alike."""
+    number = xp.arange(tensor_bytes(megabytes) // 4, dtype=np.uint32)
+    return number * np.uint32(0x9E3779B1), number * np.uint32(0x85EBCA76), number
+
+
+def triad_seconds(cupy: Any, x: Any, dy: Any, z: Any) -> float:
+    return bench.time_call(bench.cuda_triad(cupy, *(array.view(np.float16) for array in (x, dy, z))), cupy)
+
+
+def way_seconds(cupy: Any, way: Way, x: Any, dy: Any, z: Any) -> float:
+    call = call_of(cupy, way, x, dy, z)
+    z.fill(0)
+    call()
+    if not bool((z == x + dy).all()):
+        raise RuntimeError(f"z is not x + dy: {' '.join(way.cells)}")
+    return bench.time_call(call, cupy)
+
+
+def call_of(cupy: Any, way: Way, x: Any, dy: Any, z: Any) -> Callable[[], None]:
+    from cupynorm.cuda import module
+
+    code = source(way.definitions)
+    kernel = cupy.RawModule(code=code, options=module.compile_options()).get_function("stream")
+    kernel.max_dynamic_shared_size_bytes = way.ring_bytes
+    blocks = way.blocks * cupy.cuda.Device().attributes["MultiProcessorCount"]
+    counter = cupy.zeros(1, np.uint32)
+    arguments = (x, dy, z, np.int32(x.nbytes // way.step_bytes), counter)
+
+    def call() -> None:
+        if way.given_out == "drawn":
+            counter.data.memset_async(0, counter.nbytes)
+        kernel((blocks,), (THREADS,), arguments, shared_mem=way.ring_bytes)
+
+    return call
+
+
+def source(definitions: Sequence[str]) -> str:
+    """stream.cu after its definitions, and a hash as in cupynorm.cuda.module."""
+    from cupynorm.cuda import module
+
+    lines = [f"// {module.source_digest()}", *(f"#define {text.replace('=', ' ', 1)}" for text in definitions)]
+    text = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    return "\n".join([*lines, '#line 1 "stream.cu"', text])
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    from cupynorm import cli
+
+    def megabytes(text: str) -> float:
+        size = cli.positive(text, float)
+        if not tensor_bytes(size):
+            raise argparse.ArgumentTypeError(f"got {text!r}; at least a step, {3e-6 * STEP_BYTES:g} MB, is needed")
+        return size
+
+    def sizes(text: str) -> tuple[float, ...]:
+        return tuple(dict.fromkeys(map(megabytes, text.split(","))))
+
+    parser = cli.Parser(prog="stream.py", description="Time moving a backward pass's data, without its arithmetic.")
+    parser.add_argument("--sizes", type=sizes, default=SIZES, metavar="MB,…", help="default: 25,100,1000")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
