@@ -3,16 +3,16 @@
     python asv_bench/stream.py [--sizes MB,…] [--csv FILE]
 
 The triad z = x + dy is thousands of short blocks, which the hardware hands out as multiprocessors become free. The norm
-kernels are as many blocks as fit, each with its share of the rows fixed beforehand, since the order of sums in dw must
-not depend on who was faster. Here such blocks (stream.cu) stream x and dy through a ring in shared memory by bulk
-copies, and write z = x + dy:
+kernels are a fixed number of blocks on each multiprocessor, each with its share of the rows fixed beforehand, since the
+order of sums in dw must not depend on who was faster. Here such blocks (stream.cu) take x and dy in steps, by bulk
+copies into a ring in shared memory that holds some steps, its stages, and write z = x + dy:
 
     steps given out  static: block b takes steps b, b + blocks, …; drawn: step b, and then what it draws from a counter,
                      one step ahead; the call zeroes the counter first, which is in its time
     z written by     stores: 16 bytes by a thread; bulk: one copy of a step, of what the threads left in x's place
 
-So "static" is the floor for the norm kernels, and what "drawn" gains on it, with its zeroing, is the least that the
-fixed shares cost. Each way's z is checked; then it is timed as in `cupynorm.bench`. Data is three tensors, rounded down
+"static" with steps of 16 KB and 3 stages is the kernels' own way; "drawn" beside the same way says what fixed shares
+cost. Each way's z is checked; then it is timed as in `cupynorm.bench`. Data is three tensors, rounded down
 to whole steps; "blocks" are those on a multiprocessor; "of triad" is the triad's time over the call's.
 """
 
