@@ -31,6 +31,7 @@ import numpy as np
 from cupynorm import bench, report
 
 SIZES = (25.0, 100.0, 1000.0)
+SOURCE = Path(__file__).with_suffix(".cu").as_posix()  # absolute, so that it is not looked for in kernels_cu/
 THREADS = 256 + 32  # those that add, and the warp of the one that copies
 
 
@@ -93,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
             raise cli.UsageError("bulk copies need compute capability 9.0")
         nothing = bench.time_call(lambda: None, cupy)
         data = [tensors(cupy, size) for size in options.sizes]
-        triads = [triad_seconds(cupy, *arrays) for arrays in data]
+        triads = [bench.measure_triad(x.nbytes // 2, "float16", cupy).seconds for x, _, _ in data]
         lines = []
         for way in report.progress(WAYS, lambda way: " ".join(way.cells)):
             seconds = [way_seconds(cupy, way, *arrays) for arrays in data]
@@ -121,10 +122,6 @@ def tensors(xp: Any, megabytes: float) -> tuple[Any, Any, Any]:
     return number * np.uint32(0x9E3779B1), number * np.uint32(0x85EBCA76), number
 
 
-def triad_seconds(cupy: Any, x: Any, dy: Any, z: Any) -> float:
-    return bench.time_call(bench.cuda_triad(cupy, *(array.view(np.float16) for array in (x, dy, z))), cupy)
-
-
 def way_seconds(cupy: Any, way: Way, x: Any, dy: Any, z: Any) -> float:
     call = call_of(cupy, way, x, dy, z)
     z.fill(0)
@@ -137,8 +134,7 @@ def way_seconds(cupy: Any, way: Way, x: Any, dy: Any, z: Any) -> float:
 def call_of(cupy: Any, way: Way, x: Any, dy: Any, z: Any) -> Callable[[], None]:
     from cupynorm.cuda import module
 
-    code = source(way.definitions)
-    kernel = cupy.RawModule(code=code, options=module.compile_options()).get_function("stream")
+    kernel = module.kernel(SOURCE, "stream", way.definitions)
     kernel.max_dynamic_shared_size_bytes = way.ring_bytes
     blocks = way.blocks * cupy.cuda.Device().attributes["MultiProcessorCount"]
     counter = cupy.zeros(1, np.uint32)
@@ -150,15 +146,6 @@ def call_of(cupy: Any, way: Way, x: Any, dy: Any, z: Any) -> Callable[[], None]:
         kernel((blocks,), (THREADS,), arguments, shared_mem=way.ring_bytes)
 
     return call
-
-
-def source(definitions: Sequence[str]) -> str:
-    """stream.cu after its definitions, and a hash as in cupynorm.cuda.module."""
-    from cupynorm.cuda import module
-
-    lines = [f"// {module.source_digest()}", *(f"#define {text.replace('=', ' ', 1)}" for text in definitions)]
-    text = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
-    return "\n".join([*lines, '#line 1 "stream.cu"', text])
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -177,3 +177,12 @@ def exit_status(main: Any, arguments: list[str]) -> int:
         return int(main(arguments))
     except SystemExit as stop:
         return int(stop.code or 0)
+
+
+def assert_one_line_of_error(capsys: Any, words: list[str]) -> None:
+    """All that a script said: one line on standard error, with these words."""
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1, captured.err
+    for word in words:
+        assert word in captured.err

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import assert_one_line_of_error
 
 import cupynorm
 from cupynorm import __main__ as command_line
@@ -197,11 +198,7 @@ def test_bad_input_is_one_line_and_status_2(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "measure_case", lambda *_, **__: pytest.fail("measured before the input was checked"))
     assert main_in_process(*ONE, *arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1, captured.err
-    for word in words:
-        assert word in captured.err
+    assert_one_line_of_error(capsys, words)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,7 +12,7 @@ import peers
 import pytest
 import record
 import roofline
-from helpers import exit_status
+from helpers import assert_one_line_of_error, exit_status
 
 from cupynorm import bench
 
@@ -262,11 +262,7 @@ def test_bad_input_is_one_line_and_status_2(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "time_call", lambda *_, **__: pytest.fail("measured before the input was checked"))
     assert exit_status(module.main, arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1, captured.err
-    for word in words:
-        assert word in captured.err
+    assert_one_line_of_error(capsys, words)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,7 +14,7 @@ import counters
 import numpy as np
 import pytest
 import roofline
-from helpers import exit_status
+from helpers import assert_one_line_of_error, exit_status
 
 from cupynorm import bench, cli
 
@@ -91,11 +91,7 @@ def test_what_cannot_be_compared_is_said_in_one_line(
     if "--only" in arguments and "7" in arguments:
         arguments = [*arguments, "--set", "triton"]
     assert exit_status(compare.main, [*arguments, "--device", "numpy"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1, captured.err
-    for word in words:
-        assert word in captured.err
+    assert_one_line_of_error(capsys, words)
 
 
 # --- counters.py ------------------------------------------------------------------------------------------
@@ -167,11 +163,7 @@ def test_what_ncu_does_not_say_is_said_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert exit_status(counters.main, [*TINY, "--ncu", stand_in(tmp_path, **options)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1, captured.err
-    for word in words:
-        assert word in captured.err
+    assert_one_line_of_error(capsys, words)
 
 
 @pytest.mark.usefixtures("on_a_device")

@@ -12,22 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import stream
-from helpers import exit_status
+from helpers import assert_one_line_of_error, exit_status
 
 from cupynorm import bench, cli
 
 
 @pytest.mark.parametrize("way", stream.WAYS, ids=lambda way: "-".join(way.cells))
-def test_every_way_compiles_without_spills(way: stream.Way, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_compiles_without_spills(way: stream.Way) -> None:
     pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
     from compiling import compile_variant
 
-    from cupynorm.cuda import module
     from cupynorm.cuda.config import Variant
 
-    assert module.source_digest() in stream.source(way.definitions)
-    monkeypatch.setattr(module, "source", lambda _, definitions: stream.source(definitions))
-    spills, wrong = compile_variant((9, 0), Variant("stream.cu", ("stream",), way.definitions))
+    spills, wrong = compile_variant((9, 0), Variant(stream.SOURCE, ("stream",), way.definitions))
     assert not wrong, "\n".join(wrong)
     assert not spills
 
@@ -80,15 +77,15 @@ def test_what_is_launched(given_out: str, monkeypatch: pytest.MonkeyPatch) -> No
             assert shared_mem == self.max_dynamic_shared_size_bytes == 4 * 2 * 4096
             seen.append((grid, block, *arguments))
 
-    def compiled(code: str, options: tuple[str, ...]) -> Any:
-        assert code == stream.source(way.definitions)
-        return SimpleNamespace(get_function=lambda name: Kernel())
+    def compiled(*given: Any) -> Any:
+        assert given == (stream.SOURCE, "stream", way.definitions)
+        return Kernel()
 
     counter = SimpleNamespace(nbytes=4, data=SimpleNamespace(memset_async=lambda *what: seen.append(what)))
     device = SimpleNamespace(attributes={"MultiProcessorCount": 132})
     cuda = SimpleNamespace(Device=lambda: device)
-    monkeypatch.setattr(module, "compile_options", lambda: ())
-    cupy = SimpleNamespace(RawModule=compiled, zeros=lambda *_: counter, cuda=cuda)
+    monkeypatch.setattr(module, "kernel", compiled)
+    cupy = SimpleNamespace(zeros=lambda *_: counter, cuda=cuda)
     x, dy, z = (np.zeros(6 * 1024, np.uint32) for _ in range(3))
     call = stream.call_of(cupy, way, x, dy, z)
     assert seen == []
@@ -110,18 +107,17 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def add(cupy: Any, way: stream.Way, x: Any, dy: Any, z: Any) -> Callable[[], Any]:
         return lambda: np.add(x, dy, out=z)
 
-    def triad(cupy: Any, *arrays: Any) -> Callable[[], str]:
-        assert {array.dtype.name for array in arrays} == {"float16"}
-        return lambda: "triad"
+    def triad(elements: int, dtype: str, xp: Any) -> bench.Triad:
+        assert elements * np.dtype(dtype).itemsize % stream.STEP_BYTES == 0
+        return bench.Triad(9e-6, 3 * elements * np.dtype(dtype).itemsize)
 
     def seconds(function: Callable[[], Any], xp: Any) -> float:
-        result = function()
-        return 2e-6 if result is None else 9e-6 if isinstance(result, str) else 10e-6
+        return 2e-6 if function() is None else 10e-6
 
     monkeypatch.setattr(cli, "usable_cupy", lambda: (cupy, ""))
     monkeypatch.setattr(bench, "device_name", lambda xp: "stand-in")
     monkeypatch.setattr(bench, "time_call", seconds)
-    monkeypatch.setattr(bench, "cuda_triad", triad)
+    monkeypatch.setattr(bench, "measure_triad", triad)
     monkeypatch.setattr(stream, "call_of", add)
     return device
 
@@ -182,11 +178,7 @@ def test_bad_input_is_one_line_and_status_2(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "usable_cupy", lambda: (None, "none here"))
     assert exit_status(stream.main, arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1, captured.err
-    for word in words:
-        assert word in captured.err
+    assert_one_line_of_error(capsys, words)
     assert list(tmp_path.iterdir()) == []
 
 
