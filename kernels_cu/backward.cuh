@@ -48,10 +48,10 @@ struct BackwardArguments {
     const Compute* rstd;
     X* dx;                  // null: not wanted
     void *dw, *db;          // null: not wanted
-    Compute* dw_partials;   // a row of partial_row_stride(columns) for each block or cluster
+    Compute* dw_partials;   // a row of partial_row_stride(columns) for each block or cluster; null: dw itself is the only one
     Compute* db_partials;
     Sums<Compute>* sums;    // split route: rows × slabs
-    Meeting* meeting;       // null: nothing to reduce; a single partial row is dw and db themselves
+    Meeting* meeting;       // null: nothing to reduce
     int64 rows;
     int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
     int columns;
@@ -166,13 +166,13 @@ struct PartialRow {
 
     __device__ PartialRow(const BackwardArguments& a, int64 row, int first_column) {
         const int64 start = row * partial_row_stride(a.columns) + first_column;
-        dw = in(a, a.dw, a.dw_partials, start);
-        db = kWantDb ? in(a, a.db, a.db_partials, start) : nullptr;
+        dw = in(a.dw, a.dw_partials, start);
+        db = kWantDb ? in(a.db, a.db_partials, start) : nullptr;
     }
 
 private:
-    __device__ static Compute* in(const BackwardArguments& a, void* result, Compute* partials, int64 start) {
-        return result ? (a.meeting ? partials : static_cast<Compute*>(result)) + start : nullptr;
+    __device__ static Compute* in(void* result, Compute* partials, int64 start) {
+        return result ? (partials ? partials : static_cast<Compute*>(result)) + start : nullptr;
     }
 };
 

@@ -84,5 +84,5 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
     }
 
     const Attendance attendance = publish_columns(a, column_sums, partial_row, own, a.group_threads);
-    reduce_partials<kMaxThreads == 256 ? 16 : 8, Compute>(a, attendance, shared);
+    reduce_partials<kMaxThreads == 256 ? 16 : 8, Compute>(a, attendance, shared, 0, a.columns);
 }

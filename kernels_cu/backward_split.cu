@@ -85,5 +85,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
     }
 
     const Attendance attendance = publish_columns(a, column_sums, partial_row, own, kThreads);
-    reduce_partials<16, Compute>(a, attendance, shared);
+    reduce_partials<16, Compute>(a, attendance, shared, slab.first_column, slab.columns);
 }

@@ -161,6 +161,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     }
 
     if constexpr (!kPublishesInLoop) attendance = publish_columns(a, column_sums, partial_row, own, a.group_threads);
-    reduce_partials<kThreadsAtOnce == 256 && !kManyColumns ? 16 : 8, Compute>(a, attendance, shared);
+    reduce_partials<kThreadsAtOnce == 256 && !kManyColumns ? 16 : 8, Compute>(a, attendance, shared, share.first_column,
+                                                                               share.columns);
     leave_together();
 }

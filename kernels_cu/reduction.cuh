@@ -169,10 +169,42 @@ __device__ void reduce_slice(const Arguments& a, const Output<C>& output, int fi
     __syncthreads();
 }
 
-// By all threads of all blocks, when they have arrived: `shared` has 32 bytes for each thread, of which nothing is needed any more.
+// Where one block takes all rows, or one for each slab of columns, its partial row is the sum: dw and db are the same numbers in
+// a type of their own. By all threads of the block, of its columns; for kTogether of them a thread waits together.
+template <int kTogether, class C, class Arguments>
+__device__ void narrow_partial_row(const Arguments& a, int first_column, int columns) {
+    __syncthreads();
+#pragma unroll 1
+    for (int second = 0; second < 2; ++second) {
+        const C* const partials = second ? a.db_partials : a.dw_partials;
+        void* const target = second ? a.db : a.dw;
+        if (!partials || !target) continue;
+#pragma unroll 1
+        for (int first = threadIdx.x; first < columns; first += kTogether * blockDim.x) {
+            C values[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const int column = first + i * blockDim.x;
+                if (column < columns) values[i] = partials[first_column + column];
+            }
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const int column = first + i * blockDim.x;
+                if (column < columns) store_element(target, a.dw_code, first_column + column, values[i]);
+            }
+        }
+    }
+}
+
+// By all threads of all blocks, when they have arrived, each with the columns that it holds: `shared` has 32 bytes for each
+// thread, of which nothing is needed any more.
 template <int kBatch, class C, class Arguments>
-__device__ void reduce_partials(const Arguments& a, const Attendance& attendance, void* shared) {
-    if (!a.meeting) return;
+__device__ void reduce_partials(const Arguments& a, const Attendance& attendance, void* shared, int own_first_column,
+                                int own_columns) {
+    if (!a.meeting) {
+        if (a.dw_partials || a.db_partials) narrow_partial_row<kBatch == 16 ? 8 : 2, C>(a, own_first_column, own_columns);
+        return;
+    }
     const Crew crew = meet(*a.meeting, attendance);
     if (crew.size == 0) return;
     const int outputs = a.dw && a.db ? 2 : 1;

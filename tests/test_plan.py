@@ -318,6 +318,16 @@ def test_elements_across_their_boundaries_are_refused(device: FakeDevice) -> Non
         assert len(device.launched) == launched
 
 
+@pytest.mark.parametrize(("w_dtype", "apart"), [("float32", False), ("float16", True)])
+def test_one_walker_meets_nobody(device: FakeDevice, w_dtype: str, apart: bool) -> None:
+    """Its partial row is dw, or lies in the workspace where dw has another type; more walkers meet."""
+    for rows, meet, partials in ((1, False, apart), (4096, True, True)):
+        call = call_of(device, "rmsnorm", rows=rows)
+        backward("rmsnorm", call | {"w": device.array((COLUMNS,), w_dtype)})
+        fields = device.launched[-1].fields()
+        assert [bool(fields[place]) for place in (8, 11)] == [partials, meet]
+
+
 def test_no_rows_launch_nothing(device: FakeDevice) -> None:
     dx, dw, db = backward("layernorm", call_of(device, "layernorm", rows=0))
     assert not device.launched

@@ -63,7 +63,7 @@ KEPT_COUNTER_BYTES = 64 << 10  # of these, for meetings of up to 8000 blocks, be
 SHARES_BYTES = 128  # struct SharesDrawn of forward.cuh, and no other counter on its line
 # Where x, dy and dx together take at least the first and at most the second, x and dy are read so that they leave the
 # L2 cache first. RMSNorm, 25 MB: N=1024 15.8 → 15.3 us, 4096 16.7 → 16.1, 65536 18.4 → 17.9; 50 MB, N=16384 24.2 →
-# 23.2. With 10 MB it gains nothing, with 75 MB little, and with 1 GB it takes 4 to 11% longer.
+# 23.2. With 10 MB it gains nothing, with 75 MB little, and with 1 GB it takes 3 to 13% longer.
 READ_ONCE_BYTES = (16 << 20, 50 << 20)
 ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction
 REDUCTION_RUN = 4  # kReductionRun of reduction.cuh

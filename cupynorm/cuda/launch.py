@@ -48,11 +48,12 @@ class Backward:
         grid = (config.slabs, walkers) if split else (walkers * config.cluster, 1)
         blocks = grid[0] * grid[1]
 
-        # A single partial row is the sum.
-        one_row = walkers == 1 and sums_offset == 0 and problem.parameter_dtype == problem.compute_dtype
-        reduces = (problem.want_dw or problem.want_db) and not one_row
+        # A single partial row is the sum: dw and db themselves, where these have its type and alignment.
+        sums = problem.want_dw or problem.want_db
+        reduces = sums and walkers > 1
+        apart = sums and (sums_offset != 0 or problem.parameter_dtype != problem.compute_dtype)
         itemsize = problem.compute_dtype.itemsize
-        partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize if reduces else 0
+        partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize if reduces or apart else 0
         self._workspace = _Workspace(
             choose.SHARES_BYTES,
             choose.meeting_bytes(blocks) if reduces else 0,
