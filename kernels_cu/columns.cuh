@@ -5,8 +5,12 @@
 
 #include "element.cuh"
 
-// With more columns a thread than this a row takes whole warps; with these it may take a part of one.
-constexpr bool kWholeWarps = kColumnsPerThread > (sizeof(Compute) == 8 ? 8 : 16);
+// With more columns a thread than these a row takes whole warps, unless compiled with PART_OF_WARP; with these it may take a part
+// of one.
+#ifndef PART_OF_WARP
+#define PART_OF_WARP 0
+#endif
+constexpr bool kWholeWarps = !PART_OF_WARP && kColumnsPerThread > (sizeof(Compute) == 8 ? 8 : 16);
 
 // With more columns than these a thread has no register to spare, and its block little shared memory.
 constexpr bool kManyColumns = kColumnsPerThread * int(sizeof(Compute)) > 160;

@@ -33,7 +33,7 @@ from helpers import (
 )
 
 # Row lengths on every route that a backend may take, with rows whose starts share no alignment (odd N).
-LENGTHS = (1, 7, 31, 33, 127, 255, 500, 1000, 1024, 4097, 12288, 32768, 131072)
+LENGTHS = (1, 7, 31, 33, 127, 255, 384, 500, 1000, 1024, 4097, 12288, 32768, 131072)
 
 
 def promise_cases(backend: str) -> list[Case]:

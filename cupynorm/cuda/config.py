@@ -34,6 +34,9 @@ STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, tuple[int, ...]]] = {
     True: {"float32": (24, 32, 40), "float64": (16,)},
     False: {"float32": (32, 40), "float64": (16,)},
 }
+# Of short rows, beside columns_per_thread(), where a row of any length may take so many: those that cover least beyond
+# the row are chosen, N=384 by 24.
+STAGED_PART_OF_WARP_COLUMNS = (24,)
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 # Of 16-bit types, where the largest cluster has no room for the row otherwise (1 GB, N=262144: RMSNorm 555 us in two
 # sweeps, 263 so). Level two of dw and db then lies in memory, and of w, beside both, three vectors a thread in shared
@@ -248,7 +251,7 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
                 stages = min(stages, max(STAGED_LEAST_STAGES, ring_bytes // (blocks * step_bytes)))
                 return BackwardConfig(
                     route="staged",
-                    definitions=(*definitions, *_staged_definitions(per_thread, cluster)),
+                    definitions=(*definitions, *_staged_definitions(per_thread, cluster, _takes_part(name, held))),
                     threads=threads,
                     group_threads=group,
                     slab_columns=slab,
@@ -310,7 +313,8 @@ def _forward_threads_at_once(norm: str, x: str, vector: bool, per_thread: int) -
 def _staged_threads(x: str, slab: int, small: bool, choice: Choice) -> tuple[int, int] | None:
     """Columns a thread, and threads that share a row: the fewest warps that hold a block's columns of it, if any do."""
     if small:
-        return columns_per_thread(x), _lanes(slab, columns_per_thread(x))
+        options = (columns_per_thread(x), *(n for n in choice[0] if n in STAGED_PART_OF_WARP_COLUMNS))
+        return min(((n, _lanes(slab, n)) for n in options), key=lambda held: (held[0] * held[1], -held[0]))
     for preferred in choice:
         if len(preferred) > 1:
             for warps, per_thread in product((1, 2, 4, 8), preferred):
@@ -319,6 +323,12 @@ def _staged_threads(x: str, slab: int, small: bool, choice: Choice) -> tuple[int
         elif (threads := _whole_warps(_divide_up(slab, preferred[0]))) <= STAGED_MAX_THREADS:
             return preferred[0], threads
     return None
+
+
+def _takes_part(x: str, held: tuple[int, int]) -> bool:
+    """Whether a row takes a part of a warp with more columns a thread than kernels expect there."""
+    per_thread, group = held
+    return group < WARP and per_thread != columns_per_thread(x)
 
 
 def _block_threads(x: str, vector: bool, per_thread: int) -> int:
@@ -495,14 +505,14 @@ def _forward_staged(
                 return ForwardConfig(
                     "forward_staged.cu",
                     "forward_staged",
-                    (*definitions, *_staged_definitions(per_thread, cluster)),
+                    (*definitions, *_staged_definitions(per_thread, cluster, _takes_part(name, held))),
                     threads,
                     group,
                     slab_columns=slab,
                     cluster=cluster,
                     stages=stages,
                     shared_bytes=max(step_bytes * stages, device.shared_bytes // (blocks + 1)),
-                    shares=cluster == 1 and per_thread > columns_per_thread(name) and blocks > 1,
+                    shares=cluster == 1 and per_thread > columns_per_thread(name) and group >= WARP and blocks > 1,
                 )
     return None
 
@@ -558,13 +568,15 @@ def _staged_variants(
         return
     clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
     pairs = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
-    for per_thread, cluster in sorted(pairs | {(columns_per_thread(x), 1)}):
-        staged = (*definitions, *_staged_definitions(per_thread, cluster))
+    parts = {(n, 1, True) for n in choice_of(1, device)[0] if n in STAGED_PART_OF_WARP_COLUMNS}
+    wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
+    for per_thread, cluster, part in sorted(wholes | parts):
+        staged = (*definitions, *_staged_definitions(per_thread, cluster, part))
         yield Variant(f"{kernel}.cu", (kernel,), staged)
 
 
-def _staged_definitions(per_thread: int, cluster: int) -> tuple[str, str]:
-    return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}"
+def _staged_definitions(per_thread: int, cluster: int, part: bool) -> tuple[str, ...]:
+    return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}", *(("PART_OF_WARP=1",) if part else ())
 
 
 def _reserved(
