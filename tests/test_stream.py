@@ -189,3 +189,20 @@ def test_an_older_device_is_told_so(
     assert exit_status(stream.main, ["--csv", str(tmp_path / "stream.csv")]) == 2
     assert capsys.readouterr() == ("", "stream.py: bulk copies need compute capability 9.0\n")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", stream.WAYS, ids=lambda way: "-".join(way.cells))
+def test_each_way_adds(way: stream.Way) -> None:
+    """With fewer steps than blocks, too, and call after call."""
+    import cupy
+
+    if int(cupy.cuda.Device().compute_capability) < 90:
+        pytest.skip("bulk copies need compute capability 9.0")
+    for megabytes in (0.1, 3.0, 40.0):
+        x, dy, z = stream.tensors(cupy, megabytes)
+        call = stream.call_of(cupy, way, x, dy, z)
+        for _ in range(3):
+            z.fill(0)
+            call()
+            assert bool((z == x + dy).all())
