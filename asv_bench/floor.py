@@ -25,6 +25,7 @@ STEPS = ("empty kernel", "started", "met", "added up")
 HEAD = ["norm", "N", "partial rows", *(f"{step} us" for step in STEPS), "T us", "least us", "bound us"]
 LAYOUT = "5P6i"  # struct FloorArguments
 COLUMNS = (256, 1024, 4096)
+SOURCE = Path(__file__).with_suffix(".cu").as_posix()  # absolute, so that it is not looked for in kernels_cu/
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,19 +73,12 @@ def step_us(cupy: Any, norm: str, columns: int, blocks: int, last: int) -> float
     if outputs == 1:
         addresses[3] = 0
     packed = struct.pack(LAYOUT, *addresses, columns, blocks, row_threads, config.ELEMENT_CODES["float32"], last, 0)
-    kernel = cupy.RawModule(code=source(), options=module.compile_options()).get_function("floor_of_reduction")
+    kernel = module.kernel(SOURCE, "floor_of_reduction")
     given = np.frombuffer(packed, np.dtype((np.void, len(packed))))[0]
     seconds = bench.time_call(lambda: kernel((blocks,), (threads,), (given,), shared_mem=32 * threads), cupy)
     if last == len(STEPS) - 1 and not bool((sums[:outputs] == blocks).all()):
         raise RuntimeError("the partial rows do not add up")
     return seconds * 1e6
-
-
-def source() -> str:
-    """floor.cu behind a hash of what it includes, at which CuPy's disk cache does not look (cupynorm.cuda.module)."""
-    from cupynorm.cuda import module
-
-    return f"// {module.source_digest()}\n{Path(__file__).with_suffix('.cu').read_text(encoding='utf-8')}"
 
 
 if __name__ == "__main__":

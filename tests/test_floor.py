@@ -15,7 +15,7 @@ def test_the_kernel_compiles_and_takes_what_is_packed() -> None:
 
     from cupynorm.cuda import module
 
-    source = floor.source()
+    source = module.source(floor.SOURCE, ())
     assert module.source_digest() in source
     size = struct.calcsize(floor.LAYOUT)
     source += f'static_assert(sizeof(FloorArguments) == {size}, "the same struct");\n'
