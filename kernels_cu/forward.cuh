@@ -26,19 +26,14 @@ static_assert(kVectors * kVector == kColumnsPerThread, "the vectors cover a thre
 
 #include "columns.cuh"
 
-// Counts the shares of rows that are handed out; zero between launches.
-struct SharesDrawn {
-    unsigned drawn, finished;
-};
-
 struct ForwardArguments {
     const X* x;
     const void *w, *b;  // null: ones, zeros
     X* y;
     Compute *mean, *rstd;
-    SharesDrawn* shares_drawn;  // staged route; null: there are no shares
+    unsigned* steps_drawn;  // staged route: a counter, zero between launches
     int64 rows;
-    int64 walk_rows;     // staged route: those before the shares
+    int64 walk_rows;     // staged route: those that are divided beforehand
     int64 x_row_stride, y_row_stride;  // in elements
     double eps;
     int columns;
@@ -48,7 +43,7 @@ struct ForwardArguments {
     int stages;          // staged route: steps in flight
     int steps;           // staged route: at least so many of each walk over the rows
     int groups;          // of a block
-    int shares, share_steps;  // staged route: how many, and steps of each
+    int drawn_steps;     // staged route: those that are drawn
 };
 static_assert(sizeof(ForwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 

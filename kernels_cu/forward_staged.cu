@@ -134,60 +134,69 @@ private:
     __device__ static int held(int left, int span) { return left < 0 ? 0 : minimum(left, span); }
 };
 
-// The last rows of a long launch are not divided beforehand: under the load some multiprocessors get ahead, and these take
-// more of the small shares that are handed out by a counter. What a row comes to does not depend on who does it. A block that
-// begins with a share has an empty ring, so others should be at work on the multiprocessor; and not all loops can afford it.
-constexpr bool kShares = !kClustered && kWholeWarps;
+// The last rows of a long launch are not divided beforehand: under the load some multiprocessors get ahead, and these draw
+// more of the last steps, each by a number that a counter hands out. What a row comes to does not depend on who does it.
+// Numbers are drawn so early that the ring is never empty for want of one. Not by clusters, whose blocks would have to meet
+// before each of these steps: that took 5 to 36% more. Nor short rows of LayerNorm, whose steps more instructions make longer.
+constexpr bool kDraws = !kClustered && (kWholeWarps || !kLayerNorm);  // _drawn_part() of config.py
 
-struct Shares {
-    unsigned ahead;  // of thread 0: the share that it drew
-    int turn = 0;
+struct ForwardWalk : RowWalk {
+    static constexpr int kNumbers = 16;  // more than are ahead: one for each place in the ring, and two
 
-    // By all threads, when a walk is at its end: goes on with a share, if any is left.
-    template <class Part>
-    __device__ bool next(const ForwardArguments& a, const BlockShare& share, RowWalk& walk, const Ring& ring,
-                         const RingPlace& place, const Part& part) {
-        if (!a.shares_drawn) return false;
-        __shared__ unsigned drawn[2];  // no thread is more than one turn behind
-        if (threadIdx.x == 0) {
-            if (turn == 0) ahead = atomicAdd(&a.shares_drawn->drawn, 1u);
-            drawn[turn % 2] = ahead;
+    const ForwardArguments& a;
+    const BlockShare& share;
+    unsigned* numbers;  // of step j the number j % kNumbers, in shared memory
+    unsigned drawn;     // of the thread that draws, the number that it announces next
+    int known;          // steps before this one are there
+    int drawing;        // from this step on there is something to draw
+
+    __device__ ForwardWalk(const ForwardArguments& a, const BlockShare& share, unsigned* numbers)
+        : RowWalk(share, a.walk_rows, a.steps), a(a), share(share), numbers(numbers) {}
+
+    // When the first copies are on their way.
+    __device__ void start() {
+        known = end;
+        drawing = a.drawn_steps ? end - a.stages : 0x7fffffff;
+        asm volatile("" : "+r"(known), "+r"(drawing));  // found here, once
+        if (kDraws && a.drawn_steps && draws()) drawn = draw();
+    }
+    // Of a step that is known.
+    __device__ bool has(int j) const { return j < known; }
+    __device__ bool is_drawn(int j) const { return kDraws && j >= end; }
+    __device__ int64 row(int j) const {
+        return is_drawn(j) ? a.walk_rows + int64(numbers[unsigned(j) % kNumbers]) * share.groups : RowWalk::row(j);
+    }
+    // By all threads of the walker, before step j: what follows in the ring when step j leaves it is known then.
+    __device__ void look_ahead(int j) {
+        unsigned& number = numbers[unsigned(j + a.stages) % kNumbers];
+        if (draws()) {
+            number = drawn;
+            if (is_there(drawn)) drawn = draw();
         }
         __syncthreads();
-        const unsigned number = drawn[turn % 2];
-        if (number >= a.shares) {
-            if (threadIdx.x == 0) finish(*a.shares_drawn);
-            return false;
-        }
-        if (threadIdx.x == 0) ahead = atomicAdd(&a.shares_drawn->drawn, 1u);
-        ++turn;
-        walk.go_on(a.walk_rows + int64(number) * a.share_steps * share.groups, a.rows, share.groups, a.share_steps);
-        ring.start_again(place, walk, part);
-        return true;
+        known += is_there(number);
     }
 
 private:
-    // The last to finish leaves zeros to the next launch.
-    __device__ static void finish(SharesDrawn& shares) {
-        __threadfence();
-        if (atomicAdd(&shares.finished, 1u) + 1 < gridDim.x) return;
-        __threadfence();
-        shares.drawn = 0;
-        shares.finished = 0;
-    }
+    __device__ bool draws() const { return threadIdx.x == 0; }
+    __device__ bool is_there(unsigned number) const { return number < unsigned(a.drawn_steps); }
+    // When all steps are drawn, and every walker has found that there are no more, the counter is at 0 again.
+    __device__ unsigned draw() const { return atomicInc(a.steps_drawn, a.drawn_steps + gridDim.x - 1); }
 };
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
     forward_staged(const ForwardArguments a) {
     extern __shared__ __align__(128) char shared[];
     __shared__ BlockState state;
+    __shared__ unsigned step_numbers[ForwardWalk::kNumbers];
 
     const BlockShare share(a);
-    RowWalk walk(share, a.walk_rows, a.steps);
+    ForwardWalk walk(a, share, step_numbers);
     const RingPart<X> x_part(a, share, a.x, a.x_row_stride, 0);
     const Ring ring(shared, state, share, a.stages, x_part.part_bytes, a.rows);
     const SumExchange<false> exchange(state, share, a.group_threads);
     ring.start(walk, x_part);
+    walk.start();
     exchange.start(share.thread);
     announce_barriers();
 
@@ -205,50 +214,56 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     RingPlace place;
     Kept kept[kVectors], kept_before[kVectors];
     Sums<Compute> posted, posted_before;
-    Shares shares;
-    do {
-        const int64 first_row = walk.first + share.group;
-        X* y = a.y + (first_row + walk.begin * walk.step) * a.y_row_stride + share.first_column + own.first;
-        // The sums of step j, then y of the step before it.
-        for (int j = walk.begin; j <= walk.end; ++j) {
-            const Columns at = own.found_anew();
-            if (j < walk.end) {
-                ring.wait(place);
-                const X* const x_row = x_part.in(ring.place(place.stage), share, walk.row(j));
-#pragma unroll
-                for (int k = 0; k < kVectors; ++k) kept[k].load(x_row + at.at(k), at.holds(k));
-                posted = moments.of_warp(kept, at);
-                exchange.post_warp(posted, j, share.thread);
-                ring.fill_again(place, walk, j, x_part);
-                place.advance(a.stages);
+    int64 row = walk.first + share.group;  // of the step before
+    const auto y_of_row = [&] { return a.y + row * a.y_row_stride + share.first_column + own.first; };
+    X* y = y_of_row();
+    // The sums of step j, then y of the step before it.
+    for (int j = 0, more = true; more; ++j) {
+        if (kDraws && j >= walk.drawing) {
+            walk.look_ahead(j);
+            if (walk.is_drawn(j - 1)) {
+                row = walk.row(j - 1) + share.group;
+                y = y_of_row();
             }
-            if (j > walk.begin) {
-                const int64 row = first_row + (j - 1) * walk.step;
-                const bool active = row < a.rows;  // the last step may have more groups than rows
-                const RowStatistics statistics = moments.of_row(j - 1, posted_before);
-#pragma unroll
-                for (int k = 0; k < kVectors; ++k) {
-                    Compute x[kVector];
-                    kept_before[k].unpack(x);
-#pragma unroll
-                    for (int v = 0; v < kVector; ++v) {
-                        const Compute centred = kLayerNorm ? x[v] - statistics.mean : x[v];
-                        x[v] = centred * statistics.rstd * w[k][v] + b[k][v];
-                    }
-                    Vector packed;
-                    packed.pack(x);
-                    if (active && at.holds(k)) packed.store(y + k * own.step());
-                }
-                y += walk.step * a.y_row_stride;
-                if (active && share.thread == 0 && share.rank == 0) {
-                    a.rstd[row] = statistics.rstd;
-                    if constexpr (kLayerNorm) a.mean[row] = statistics.mean;
-                }
-            }
-            posted_before = posted;
-#pragma unroll
-            for (int k = 0; k < kVectors; ++k) kept_before[k] = kept[k];
         }
-    } while (kShares && shares.next(a, share, walk, ring, place, x_part));
+        more = walk.has(j);
+        const Columns at = own.found_anew();
+        if (more) {
+            ring.wait(place);
+            const X* const x_row = x_part.in(ring.place(place.stage), share, walk.row(j));
+#pragma unroll
+            for (int k = 0; k < kVectors; ++k) kept[k].load(x_row + at.at(k), at.holds(k));
+            posted = moments.of_warp(kept, at);
+            exchange.post_warp(posted, j, share.thread);
+            ring.fill_again(place, walk, j, x_part);
+            place.advance(a.stages);
+        }
+        if (j > 0) {
+            const bool active = row < a.rows;  // the last step may have more groups than rows
+            const RowStatistics statistics = moments.of_row(j - 1, posted_before);
+#pragma unroll
+            for (int k = 0; k < kVectors; ++k) {
+                Compute x[kVector];
+                kept_before[k].unpack(x);
+#pragma unroll
+                for (int v = 0; v < kVector; ++v) {
+                    const Compute centred = kLayerNorm ? x[v] - statistics.mean : x[v];
+                    x[v] = centred * statistics.rstd * w[k][v] + b[k][v];
+                }
+                Vector packed;
+                packed.pack(x);
+                if (active && at.holds(k)) packed.store(y + k * own.step());
+            }
+            if (active && share.thread == 0 && share.rank == 0) {
+                a.rstd[row] = statistics.rstd;
+                if constexpr (kLayerNorm) a.mean[row] = statistics.mean;
+            }
+            y += walk.step * a.y_row_stride;
+            row += walk.step;
+        }
+        posted_before = posted;
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) kept_before[k] = kept[k];
+    }
     leave_together();
 }

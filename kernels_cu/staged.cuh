@@ -75,25 +75,17 @@ struct BlockState {
     Barrier::State columns_there;
 };
 
-// The steps of one block, of `groups` consecutive rows each: those from number `begin` on, before number `end`. The host
-// divides the rows.
+// The steps of one block, of `groups` consecutive rows each. The host divides the rows.
 struct RowWalk {
-    int64 first, step;  // the row that step 0 would begin with; rows from one step to the next
-    int begin, end;
+    int64 first, step;  // the row that step 0 begins with; rows from one step to the next
+    int end;            // steps
 
     // Every block takes at least `steps` of the first `rows` rows.
     __device__ RowWalk(const BlockShare& share, int64 rows, int steps)
-        : first(int64(blockIdx.x / kCluster) * share.groups), step(int64(gridDim.x / kCluster) * share.groups), begin(0),
+        : first(int64(blockIdx.x / kCluster) * share.groups), step(int64(gridDim.x / kCluster) * share.groups),
           end(steps + (first + steps * step < rows)) {}
     __device__ int64 row(int j) const { return first + j * step; }
-    // What follows: up to `most` steps of consecutive rows.
-    __device__ void go_on(int64 row, int64 rows, int groups, int most) {
-        const int64 left = (rows - row + groups - 1) / groups;
-        begin = end;
-        end += left < most ? int(left) : most;
-        step = groups;
-        first = row - begin * step;
-    }
+    __device__ bool has(int j) const { return j < end; }
 };
 
 // A place in the ring, and the parity of the phase that its barrier is in on this lap.
@@ -114,7 +106,7 @@ template <class T> struct RingPart {
     int64 row_stride;
     int offset;      // of the team's own, from a place's start
     int part_bytes;  // of the whole block
-    bool read_once;  // worth it where all the data fits into the L2 cache, and a loss beyond that
+    bool read_once;  // need not stay in the L2 cache: see READ_ONCE_BYTES of config.py
 
     template <class Arguments>
     __device__ RingPart(const Arguments& a, const BlockShare& share, const T* base, int64 row_stride, int part_offset,
@@ -192,19 +184,11 @@ struct Ring {
         const int j = share.team_thread;
         if (0 < j && j < minimum(stages, walk.end) && share.team_columns) fill(j, walk.row(j), parts...);
     }
-    // By the first warp of each team, where the walk goes on, from `place`; all threads are done with what the ring held.
-    template <class... Part>
-    __device__ void start_again(const RingPlace& place, const RowWalk& walk, const Part&... parts) const {
-        const int i = share.team_thread, stage = place.stage + i;
-        if (i < minimum(stages, walk.end - walk.begin) && share.team_columns) {
-            fill(stage < stages ? stage : stage - stages, walk.row(walk.begin + i), parts...);
-        }
-    }
     // By every thread of a warp that is done with step j, at `place`.
-    template <class... Part>
-    __device__ void fill_again(const RingPlace& place, const RowWalk& walk, int j, const Part&... parts) const {
+    template <class Walk, class... Part>
+    __device__ void fill_again(const RingPlace& place, const Walk& walk, int j, const Part&... parts) const {
         __syncwarp();
-        const bool more = j + stages < walk.end && share.team_columns;
+        const bool more = walk.has(j + stages) && share.team_columns;
         if (threadIdx.x % 32 == 0 && more && done[place.stage * kMaxTeams].arrive_last()) {
             fill(place.stage, walk.row(j + stages), parts...);
         }

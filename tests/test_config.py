@@ -255,24 +255,25 @@ def test_forward_configs_hold_their_rows(device, x, aligned):
                 assert columns <= chosen.group_threads * per_thread, at
 
 
-def test_walks_and_shares_cover_all_rows():
-    """Each row is in one walk or in one share; no share is empty; a part of what the walkers would take is shared."""
-    for columns, shared in ((128, False), (768, True), (1024, True), (4096, True), (6144, False), (65536, False)):
+def test_walks_and_drawn_steps_cover_all_rows():
+    """Each row is in one walk or in a step that is drawn; in long launches, a part of what the walkers would take."""
+    for columns in (128, 384, 768, 1024, 4096, 6144, 16384, 65536):
         problem = backward(columns, "bfloat16", "bfloat16", norm="rmsnorm")
         problem = replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
         chosen = config.forward_config(problem, True, DEVICES["sm_90"])
-        assert chosen.shares == shared, columns
+        assert (chosen.drawn_part > 0) == (columns < 16384), columns
+        layernorm = config.forward_config(replace(problem, norm="layernorm"), True, DEVICES["sm_90"])
+        assert (layernorm.drawn_part > 0) == (512 < columns < 32768), columns
         for walkers, steps, more in product((1, 30, 528), (1, 15, 16, 17, 100, 1000), (-1, 0, 1)):
             rows = walkers * steps * chosen.groups + more
-            own, walk_rows, shares = config.forward_shares(chosen, rows, walkers)
+            own, walk_rows, drawn_steps = config.forward_steps(chosen, rows, walkers)
             all_steps = -(-rows // chosen.groups)
-            assert shares == 0 or shared
-            assert (shares > 0) == (shared and all_steps >= 16 * walkers)
-            if shares:
+            assert (drawn_steps > 0) == (chosen.drawn_part > 0 and all_steps >= 16 * walkers)
+            if drawn_steps:
                 assert walk_rows == walkers * own * chosen.groups
-                left, a_share = rows - walk_rows, config.SHARE_STEPS * chosen.groups
-                assert (shares - 1) * a_share < left <= shares * a_share
-                assert left <= rows * config.SHARED_PART + (walkers + 1) * chosen.groups
+                assert (drawn_steps - 1) * chosen.groups < rows - walk_rows <= drawn_steps * chosen.groups
+                assert drawn_steps <= all_steps * chosen.drawn_part + walkers + 1
+                assert chosen.stages <= own  # no step that the ring begins with is drawn
             else:
                 assert (own, walk_rows) == (all_steps // walkers, rows)
 

@@ -122,29 +122,30 @@ def test_stream_capture(cupy: Any, norm: str, columns: int) -> None:
         assert all(bool((neighbour == 0x5A).all()) for neighbour in neighbours), "the graph wrote into others' memory"
 
 
-@pytest.mark.parametrize("columns", [768, 1001, 1024, 4096])
+@pytest.mark.parametrize("columns", [128, 384, 1001, 1024, 4096, 6144])
 @pytest.mark.parametrize("norm", NORMS)
-def test_shares_of_rows(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, columns: int) -> None:
-    """Rows that go to whoever is done first have the bits that they have alone: in one call after another, on two
-    streams at once, and in a graph, each of which counts shares of its own."""
+def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, columns: int) -> None:
+    """Rows of steps that are drawn have the bits that they have alone: in one call after another, on two streams at
+    once, and in a graph, each of which has a counter of its own."""
     from cupynorm import dispatch
     from cupynorm.cuda import config
 
-    shares, divide = [], config.forward_shares
-    monkeypatch.setattr(config, "forward_shares", lambda *given: shares.append(divide(*given)[2]) or divide(*given))
+    drawn, divide = [], config.forward_steps
+    monkeypatch.setattr(config, "forward_steps", lambda *given: drawn.append(divide(*given)[2]) or divide(*given))
     dispatch.plan_of.cache_clear()
     rows = 48_000_000 // columns
     x = cupy.random.default_rng(columns).standard_normal((rows, columns), np.float32).astype(DTYPES["bfloat16"])
     w, b = cupy.random.default_rng(1).standard_normal((2, columns), np.float32)
     function = cupynorm.rmsnorm_forward if norm == "rmsnorm" else cupynorm.layernorm_forward
     arguments = (w,) if norm == "rmsnorm" else (w, b)
-    expected = [function(x[start : start + 1000], *arguments) for start in range(0, rows, 1000)]
+    part = rows // 100 + 1
+    expected = [function(x[start : start + part], *arguments) for start in range(0, rows, part)]
     expected = tuple(cupy.concatenate(parts) for parts in zip(*expected, strict=True))
-    assert shares
-    assert not any(shares)
+    assert drawn
+    assert not any(drawn)
     for _ in range(3):
         assert_same_bits(function(x, *arguments), expected)
-    assert shares[-1] > 0
+    assert drawn[-1] > 0
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     outputs = [tuple(poisoned(cupy, like.shape, like.dtype) for like in expected) for _ in streams]
     cupy.cuda.Device().synchronize()

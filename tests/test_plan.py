@@ -191,8 +191,8 @@ def meeting_of(launch: Any) -> int:
 
 
 def counters_of(launch: Any) -> int:
-    """Where the memory begins in which blocks meet, and count shares of rows."""
-    return meeting_of(launch) - config.SHARES_BYTES if launch.kernel.startswith("backward") else int(launch.fields()[6])
+    """Where the memory begins in which blocks meet, and count drawn steps."""
+    return meeting_of(launch) - config.DRAWN_BYTES if launch.kernel.startswith("backward") else int(launch.fields()[6])
 
 
 def test_a_captured_stream_gets_workspace_of_its_own(device: FakeDevice) -> None:
@@ -232,7 +232,7 @@ def test_where_blocks_meet(device: FakeDevice) -> None:
     backward("rmsnorm", there)
     places.add((7, meeting_of(device.launched[-1])))
     assert len(places) == len({place for _, place in places}) == 4
-    assert sorted(address for address, _ in device.zeroed) == sorted(place - config.SHARES_BYTES for _, place in places)
+    assert sorted(address for address, _ in device.zeroed) == sorted(place - config.DRAWN_BYTES for _, place in places)
 
 
 def test_a_stream_with_the_pointer_of_another_meets_elsewhere(device: FakeDevice) -> None:
@@ -263,7 +263,7 @@ def test_kept_workspace_grows(device: FakeDevice) -> None:
     assert small != large == again
     assert device.zeroed == [(place, config.KEPT_COUNTER_BYTES) for place in (small, large)]
     for launch in device.launched:
-        assert config.SHARES_BYTES + config.meeting_bytes(launch.grid[0]) <= config.KEPT_COUNTER_BYTES
+        assert config.DRAWN_BYTES + config.meeting_bytes(launch.grid[0]) <= config.KEPT_COUNTER_BYTES
         assert launch.fields()[8] >= counters_of(launch) + config.KEPT_COUNTER_BYTES
 
 

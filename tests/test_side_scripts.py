@@ -37,11 +37,11 @@ def test_trees_are_timed_in_turn(
 
     monkeypatch.setattr(compare, "one_turn", one_turn)
     target = tmp_path / "trees.csv"
-    trees = [".", ".:SHARE_STEPS=3"]
+    trees = [".", ".:DRAWN_LEAST_STEPS=3"]
     assert exit_status(compare.main, [*trees, *TINY, "--device", "numpy", "--csv", str(target)]) == 0
     assert turns == [0, 1, 0, 1, 0, 1]
     out = capsys.readouterr().out.splitlines()
-    assert out[1:3] == ["1: .", "2: .:SHARE_STEPS=3"]
+    assert out[1:3] == ["1: .", "2: .:DRAWN_LEAST_STEPS=3"]
     with target.open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert [line["op"] for line in lines] == ["rmsnorm_backward", "layernorm_backward"]
@@ -51,7 +51,7 @@ def test_trees_are_timed_in_turn(
     }
 
 
-@pytest.mark.parametrize("words", [".", ".:SHARE_STEPS=3,STAGED_RING_BYTES={'rmsnorm': 1}", "HEAD"])
+@pytest.mark.parametrize("words", [".", ".:DRAWN_LEAST_STEPS=3,STAGED_RING_BYTES={'rmsnorm': 1}", "HEAD"])
 def test_a_tree_is_timed_by_a_process_of_its_own(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     if words == "HEAD" and not ((ROOT / ".git").exists() and shutil.which("git")):
         pytest.skip("needs git and its history")
@@ -65,18 +65,18 @@ def test_a_tree_is_timed_by_a_process_of_its_own(words: str, capsys: pytest.Capt
 def test_settings_reach_the_launch_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     from cupynorm.cuda import config
 
-    monkeypatch.setattr(config, "SHARE_STEPS", 2)
+    monkeypatch.setattr(config, "DRAWN_LEAST_STEPS", 2)
     (row,) = roofline.rows_of(compare.parse([".", *TINY, "--ops", "rmsnorm_backward"]))
-    assert len(compare.seconds_of([row], {"SHARE_STEPS": 5}, np)) == 1
-    assert config.SHARE_STEPS == 5
+    assert len(compare.seconds_of([row], {"DRAWN_LEAST_STEPS": 5}, np)) == 1
+    assert config.DRAWN_LEAST_STEPS == 5
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ([], ["TREE"]),
-        ([".:SHARE_STEPS"], ["TREE", "SHARE_STEPS", "NAME=VALUE"]),
-        ([".:SHARE_STEPS=os.getcwd()"], ["TREE", "os.getcwd"]),
+        ([".:DRAWN_LEAST_STEPS"], ["TREE", "DRAWN_LEAST_STEPS", "NAME=VALUE"]),
+        ([".:DRAWN_LEAST_STEPS=os.getcwd()"], ["TREE", "os.getcwd"]),
         ([".:**{}"], ["TREE", "**{}"]),
         ([".", "--rounds", "0"], ["--rounds", "0"]),
         ([".", "--only", "7"], ["nothing to measure"]),

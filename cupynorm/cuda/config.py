@@ -34,9 +34,11 @@ STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, tuple[int, ...]]] = {
     True: {"float32": (24, 32, 40), "float64": (16,)},
     False: {"float32": (32, 40), "float64": (16,)},
 }
-# Of short rows, beside columns_per_thread(), where a row of any length may take so many: those that cover least beyond
-# the row are chosen, N=384 by 24.
-STAGED_PART_OF_WARP_COLUMNS = (24,)
+# Of short rows, beside columns_per_thread(): so many, where these cover least beyond the row, and on how many lanes at
+# most. 1 GB, LayerNorm: N=384 forward 223 → 187 us, backward 265 → 249, N=192 255 → 183, 273 → 254. With 32, forward,
+# LayerNorm N=256 194 → 177 us, but 512 177 → 185; backward, N=256, 254 → 347. Backward with float32 x 24 lose 5%.
+STAGED_PART_OF_WARP_COLUMNS = {24: 16}
+FORWARD_PART_OF_WARP_COLUMNS = {24: 16, 32: 8}
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 # Of 16-bit types, where the largest cluster has no room for the row otherwise (1 GB, N=262144: RMSNorm 555 us in two
 # sweeps, 263 so). Level two of dw and db then lies in memory, and of w, beside both, three vectors a thread in shared
@@ -46,12 +48,11 @@ STAGED_SHARED_W_BYTES = 3 * 8 * 4
 # With 40 columns a thread a longer part of a row goes to a cluster of twice as many blocks.
 STAGED_MOST_COLUMNS = {40: 8448}
 FORWARD_STAGED_LEAST_STAGES = 2
-# Forward, where each walker has many steps and is not alone on its multiprocessor: of all rows this part is handed out,
-# in shares of so many steps, to whoever is done first. 1 GB: RMSNorm N=2048 182 → 178 us, LayerNorm N=1024 186 → 179; a
-# tenth or a twenty-fourth of the rows, one step or three, at most 3% slower; alone, RMSNorm N=6144 176 → 181.
-SHARED_PART = 1 / 16
-SHARE_STEPS = 2
-SHARES_LEAST_STEPS = 16
+# Forward, where each walker has many steps: of all steps this part is drawn by whoever is done first. 1 GB: RMSNorm
+# N=256 182 → 172 us with a half, 174 with a quarter, N=4096 171 → 168 with a quarter, LayerNorm 179 → 174; of blocks
+# alone on their multiprocessor, RMSNorm N=7168 177 → 168 with an eighth, 172 with a quarter.
+DRAWN_PART, DRAWN_PART_SHORT, DRAWN_PART_ALONE = 1 / 4, 1 / 2, 1 / 8
+DRAWN_LEAST_STEPS = 16
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 # Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more:
 # at N=65536 and 1 GB 210 us with 32, 182 with 64. RMSNorm there takes 174 with 32 and 178 with 64.
@@ -62,8 +63,8 @@ FEW_ROWS_A_WALKER = 4  # one walker on a multiprocessor then beats two: LayerNor
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 WORKSPACE_BYTES = 64 << 20
 KEPT_BYTES = 16 << 20  # of workspace, for each stream; a call that needs more allocates its own
-KEPT_COUNTER_BYTES = 64 << 10  # of these, for meetings of up to 8000 blocks, behind SHARES_BYTES
-SHARES_BYTES = 128  # struct SharesDrawn of forward.cuh, and no other counter on its line
+KEPT_COUNTER_BYTES = 64 << 10  # of these, for meetings of up to 8000 blocks, behind DRAWN_BYTES
+DRAWN_BYTES = 128  # the counter of ForwardArguments::steps_drawn, and no other on its line
 # Where x, dy and dx together take at least the first and at most the second, x and dy are read so that they leave the
 # L2 cache first. RMSNorm, 25 MB: N=1024 15.8 → 15.3 us, 4096 16.7 → 16.1, 65536 18.4 → 17.9; 50 MB, N=16384 24.2 →
 # 23.2. With 10 MB it gains nothing, with 75 MB little, and with 1 GB it takes 3 to 13% longer.
@@ -74,7 +75,7 @@ REDUCTION_BATCH = 16  # kBatch of reduction.cuh, where registers allow it
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
 
 BACKWARD_ARGUMENTS = "12P4q11i4x"  # struct BackwardArguments in backward.cuh
-FORWARD_ARGUMENTS = "7P4qd10i"  # struct ForwardArguments in forward.cuh
+FORWARD_ARGUMENTS = "7P4qd9i4x"  # struct ForwardArguments in forward.cuh
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ELEMENT_CODES = {None: 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # enum ElementCode in element.cuh
@@ -133,7 +134,7 @@ class ForwardConfig(NamedTuple):
     cluster: int = 1
     stages: int = 0
     shared_bytes: int = 0
-    shares: bool = False  # the last rows may be handed out in shares
+    drawn_part: float = 0.0  # of the steps of a long launch
 
     @property
     def groups(self) -> int:
@@ -233,7 +234,7 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
             continue
         choice = _staged_choice(name, dy_name, vector, cluster, device)
-        held = _staged_threads(name, slab, small, choice)
+        held = _staged_threads(name, slab, choice, _part_of_warp(name, choice) if small else None)
         if held is None or slab > STAGED_MOST_COLUMNS.get(held[0], slab):
             continue
         per_thread, group = held
@@ -310,11 +311,12 @@ def _forward_threads_at_once(norm: str, x: str, vector: bool, per_thread: int) -
     return 512 if registers <= 128 else 384 if registers <= 170 else 256
 
 
-def _staged_threads(x: str, slab: int, small: bool, choice: Choice) -> tuple[int, int] | None:
+def _staged_threads(x: str, slab: int, choice: Choice, of_part: dict[int, int] | None) -> tuple[int, int] | None:
     """Columns a thread, and threads that share a row: the fewest warps that hold a block's columns of it, if any do."""
-    if small:
-        options = (columns_per_thread(x), *(n for n in choice[0] if n in STAGED_PART_OF_WARP_COLUMNS))
-        return min(((n, _lanes(slab, n)) for n in options), key=lambda held: (held[0] * held[1], -held[0]))
+    if of_part is not None:
+        options = {columns_per_thread(x): WARP, **of_part}
+        held = ((n, _lanes(slab, n)) for n in options if n * options[n] >= slab)
+        return min(held, key=lambda held: (held[0] * held[1], -held[0]))
     for preferred in choice:
         if len(preferred) > 1:
             for warps, per_thread in product((1, 2, 4, 8), preferred):
@@ -323,6 +325,20 @@ def _staged_threads(x: str, slab: int, small: bool, choice: Choice) -> tuple[int
         elif (threads := _whole_warps(_divide_up(slab, preferred[0]))) <= STAGED_MAX_THREADS:
             return preferred[0], threads
     return None
+
+
+def _part_of_warp(x: str, choice: Choice) -> dict[int, int]:
+    """Columns a thread, beside columns_per_thread(), of rows that take a part of a warp, and how many lanes at most."""
+    return _of_choice(STAGED_PART_OF_WARP_COLUMNS, choice) if ITEMSIZE[x] == 2 else {}
+
+
+def _forward_part_of_warp(choice: Choice) -> dict[int, int]:
+    """The same for the forward pass."""
+    return _of_choice(FORWARD_PART_OF_WARP_COLUMNS, choice) if len(choice[0]) > 1 else {}
+
+
+def _of_choice(lanes: dict[int, int], choice: Choice) -> dict[int, int]:
+    return {per_thread: most for per_thread, most in lanes.items() if per_thread in choice[0]}
 
 
 def _takes_part(x: str, held: tuple[int, int]) -> bool:
@@ -384,7 +400,7 @@ def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: i
 
 
 def reads_once(problem: NormProblem) -> bool:
-    """Whether the staged kernels' reads of x and dy say that they are the last."""
+    """Whether the staged kernels' reads of x and dy say that these need not stay in the L2 cache; dx always counts."""
     least, most = READ_ONCE_BYTES
     itemsizes = 2 * problem.x_dtype.itemsize + ITEMSIZE[_name(problem.dy_dtype)]
     return least <= problem.rows * problem.columns * itemsizes <= most
@@ -395,14 +411,23 @@ def least_steps(groups: int, rows: int, walkers: int) -> int:
     return _divide_up(rows, groups) // walkers
 
 
-def forward_shares(config: ForwardConfig, rows: int, walkers: int) -> tuple[int, int, int]:
-    """At least so many steps of each walker, the rows that the walkers take in these, and shares of the other rows."""
+def _drawn_part(norm: str, x: str, held: tuple[int, int], cluster: int, blocks: int) -> float:
+    """`held` is what _staged_threads() chose, `blocks` how many share a multiprocessor."""
+    whole_warps = held[0] > columns_per_thread(x) and not _takes_part(x, held)  # kWholeWarps of columns.cuh
+    if cluster > 1 or not (whole_warps or norm == "rmsnorm"):  # kDraws of forward_staged.cu
+        return 0.0
+    if blocks == 1:
+        return DRAWN_PART_ALONE
+    return DRAWN_PART_SHORT if held[0] == columns_per_thread(x) else DRAWN_PART
+
+
+def forward_steps(config: ForwardConfig, rows: int, walkers: int) -> tuple[int, int, int]:
+    """At least so many steps of each walker, the rows that the walkers take in these, and the steps that are drawn."""
     all_steps = _divide_up(rows, config.groups)
-    if not config.shares or all_steps < SHARES_LEAST_STEPS * walkers:
+    if not config.drawn_part or all_steps < DRAWN_LEAST_STEPS * walkers:
         return least_steps(config.groups, rows, walkers), rows, 0
-    steps = int(all_steps * (1 - SHARED_PART)) // walkers
-    walk_rows = steps * walkers * config.groups
-    return steps, walk_rows, _divide_up(rows - walk_rows, config.groups * SHARE_STEPS)
+    steps = int(all_steps * (1 - config.drawn_part)) // walkers
+    return steps, steps * walkers * config.groups, all_steps - steps * walkers
 
 
 # Clusters that an H100 or H200 with 132 multiprocessors holds at once, one block on each, by cluster size.
@@ -488,7 +513,7 @@ def _forward_staged(
         if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
             continue
         choice = _forward_choice(problem.norm, name, vector > 1, cluster, device)
-        if (held := _staged_threads(name, slab, small, choice)) is None:
+        if (held := _staged_threads(name, slab, choice, _forward_part_of_warp(choice) if small else None)) is None:
             continue
         per_thread, group = held
         at_once = _forward_threads_at_once(problem.norm, name, vector > 1, per_thread)
@@ -512,7 +537,7 @@ def _forward_staged(
                     cluster=cluster,
                     stages=stages,
                     shared_bytes=max(step_bytes * stages, device.shared_bytes // (blocks + 1)),
-                    shares=cluster == 1 and per_thread > columns_per_thread(name) and group >= WARP and blocks > 1,
+                    drawn_part=_drawn_part(problem.norm, name, held, cluster, blocks),
                 )
     return None
 
@@ -549,26 +574,32 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         split = (*definitions, f"COLUMNS_PER_THREAD={columns_per_thread(x)}")
         yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), split)
         choices = functools.partial(_staged_choice, x, dy, vector)
-        yield from _staged_variants("backward_staged", definitions, x, device, choices)
+        part_of_warp = functools.partial(_part_of_warp, x)
+        yield from _staged_variants("backward_staged", definitions, x, device, choices, part_of_warp)
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
         definitions = _forward_definitions(norm, x, vector)
         routes = (*definitions, f"COLUMNS_PER_THREAD={columns_per_thread(x)}")
         yield Variant("forward.cu", ("forward_direct", "forward_swept"), routes)
         choices = functools.partial(_forward_choice, norm, x, vector)
-        yield from _staged_variants("forward_staged", definitions, x, device, choices)
+        yield from _staged_variants("forward_staged", definitions, x, device, choices, _forward_part_of_warp)
     for x, streaming in product(FLOAT_NAMES, (False, True)):
         yield Variant("triad.cu", ("triad",), triad_definitions(x, streaming))
 
 
 def _staged_variants(
-    kernel: str, definitions: tuple[str, ...], x: str, device: Device, choice_of: Callable[[int, Device], Choice]
+    kernel: str,
+    definitions: tuple[str, ...],
+    x: str,
+    device: Device,
+    choice_of: Callable[[int, Device], Choice],
+    part_of_warp: Callable[[Choice], dict[int, int]],
 ) -> Iterator[Variant]:
     """One for every pair of columns a thread and blocks a cluster."""
     if not device.has_clusters:
         return
     clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
     pairs = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
-    parts = {(n, 1, True) for n in choice_of(1, device)[0] if n in STAGED_PART_OF_WARP_COLUMNS}
+    parts = {(n, 1, True) for n in part_of_warp(choice_of(1, device))}
     wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
     for per_thread, cluster, part in sorted(wholes | parts):
         staged = (*definitions, *_staged_definitions(per_thread, cluster, part))

@@ -55,7 +55,7 @@ class Backward:
         itemsize = problem.compute_dtype.itemsize
         partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize if reduces or apart else 0
         self._workspace = _Workspace(
-            choose.SHARES_BYTES,
+            choose.DRAWN_BYTES,
             choose.meeting_bytes(blocks) if reduces else 0,
             partials_bytes if problem.want_dw else 0,
             partials_bytes if problem.want_db else 0,
@@ -132,8 +132,8 @@ class Forward:
             cluster=config.cluster,
         )
         walkers = min(_walkers_at_once(main, config.cluster, device), -(-problem.rows // config.groups))
-        steps, walk_rows, shares = choose.forward_shares(config, problem.rows, walkers)
-        self._workspace = _Workspace(0, choose.SHARES_BYTES if shares else 0)
+        steps, walk_rows, drawn_steps = choose.forward_steps(config, problem.rows, walkers)
+        self._workspace = _Workspace(0, choose.DRAWN_BYTES if drawn_steps else 0)
 
         def make_arguments() -> tuple[Arguments, _Kept]:
             arguments = Arguments(
@@ -152,8 +152,7 @@ class Forward:
                 config.stages,
                 steps,
                 config.groups,
-                shares,
-                choose.SHARE_STEPS,
+                drawn_steps,
             )
             return arguments, _kept.on_device[device_id]
 
@@ -191,8 +190,8 @@ _kept = _KeptMemory()
 class _Workspace:
     """Memory that the kernels of a call need: counters, and behind them parts of the given sizes.
 
-    The counters are SharesDrawn (forward.cuh) and, from SHARES_BYTES on, a Meeting (reduction.cuh); a call uses those
-    from `first_counter` on.
+    The counters are that of drawn steps (forward.cuh) and, from DRAWN_BYTES on, a Meeting (reduction.cuh); a call uses
+    those from `first_counter` on.
 
     A stream's launches follow one another, so its calls use the same memory, which is kept from call to call. A graph,
     which may be launched on any stream, has its own, and so has a call that needs more than KEPT_BYTES.
