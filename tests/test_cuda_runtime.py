@@ -145,7 +145,7 @@ def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, colu
     assert not any(drawn)
     for _ in range(3):
         assert_same_bits(function(x, *arguments), expected)
-    assert drawn[-1] > 0
+    assert (drawn[-1] > 0) == (norm == "rmsnorm" or columns > 512)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     outputs = [tuple(poisoned(cupy, like.shape, like.dtype) for like in expected) for _ in streams]
     cupy.cuda.Device().synchronize()
