@@ -1,12 +1,12 @@
 // Backward pass for rows that fit in the registers of one block: memory → registers → memory.
 //
 // A group of `group_threads` threads (a power of two up to 32, or several warps, which then are the whole block) holds
-// one row, 16 columns a thread (8 in float64); a block of several groups holds several rows. Blocks walk rows with the
-// grid's stride. In registers: this thread's x and dy between their two uses, its w, its dw and db. In shared memory:
-// the second level of dw and db, and the warps' sums of a row. To memory: x, dy and dx once; one partial row of dw and
-// db for each block. Orders of sums: a row over its lanes by a butterfly, then over its warps likewise; a
-// column over 16 rows, over these in turn, over the block's groups. The next row is on its way while one is
-// at work, where the registers hold two.
+// one row, 16 columns a thread (8 in float64; in a part of a warp as many as the staged route); a block of several groups
+// holds several rows. Blocks walk rows with the grid's stride. In registers: this thread's x and dy between their two uses,
+// its w, its dw and db. In shared memory: the second level of dw and db, and the warps' sums of a row. To memory: x, dy and
+// dx once; one partial row of dw and db for each block. Orders of sums: a row over its lanes by a butterfly, then over its
+// warps likewise; a column over 16 rows, over these in turn, over the block's groups. The next row is on its way while one
+// is at work, where the registers hold two.
 #include "backward.cuh"
 
 // Compile-time switch: MAX_THREADS, 256, or for longer rows 512, with single columns 384: what leaves a thread the registers

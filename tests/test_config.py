@@ -278,6 +278,25 @@ def test_walks_and_drawn_steps_cover_all_rows():
                 assert (own, walk_rows) == (all_steps // walkers, rows)
 
 
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_a_short_row_is_held_alike_with_gaps_between_rows(norm, name, device):
+    """By as many lanes, each with as many columns: the order of its sums."""
+    for columns in range(8, 513, 8):
+        together = backward(columns, name, name, norm=norm)
+        apart = replace(together, x_row_stride=columns + 8, dy_row_stride=columns + 8)
+        for choose in (config.backward_config, config.forward_config):
+            one, other = (choose(problem, True, device) for problem in (together, apart))
+            assert one.group_threads == other.group_threads, (columns, choose)
+            assert columns_per_thread(one) == columns_per_thread(other), (columns, choose)
+            assert ("PART_OF_WARP=1" in one.definitions) == ("PART_OF_WARP=1" in other.definitions), (columns, choose)
+
+
+def columns_per_thread(chosen):
+    return next(text for text in chosen.definitions if text.startswith("COLUMNS_PER_THREAD="))
+
+
 def test_data_of_the_size_of_the_cache_is_read_once():
     """x, dy and dx together count, each with its own type."""
     least, most = config.READ_ONCE_BYTES

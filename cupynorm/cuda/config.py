@@ -7,7 +7,7 @@ its layout alone, never on how many rows come with it: so a row's dx and y have 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -171,11 +171,14 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
     if device.has_clusters and (staged := _staged(problem, vector > 1, definitions, device)):
         return staged
     if problem.columns <= WARP * per_thread:
-        return _direct(problem, definitions, SMALL_BLOCK, _lanes(problem.columns, per_thread))
+        choice = _staged_choice(x, dy, vector > 1, 1, device)
+        return _direct(
+            problem, definitions, SMALL_BLOCK, *_short_row(x, problem.columns, _part_of_warp(x, choice, device))
+        )
     threads = _whole_warps(_divide_up(problem.columns, per_thread))
     fits = outer_bytes * threads + STATIC_SHARED_BYTES <= device.shared_bytes
     if fits and threads <= DIRECT_MAX_THREADS[vector > 1][-1]:
-        return _direct(problem, definitions, threads, threads)
+        return _direct(problem, definitions, threads, per_thread, threads)
     slab = SPLIT_THREADS * per_thread
     return BackwardConfig(
         route="split",
@@ -188,11 +191,13 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
     )
 
 
-def _direct(problem: NormProblem, definitions: tuple[str, ...], threads: int, group: int) -> BackwardConfig:
-    per_thread = columns_per_thread(problem.x_dtype.name)
+def _direct(
+    problem: NormProblem, definitions: tuple[str, ...], threads: int, per_thread: int, group: int
+) -> BackwardConfig:
+    part = _takes_part(problem.x_dtype.name, (per_thread, group))
     return BackwardConfig(
         route="direct",
-        definitions=(*definitions, *_direct_definitions(per_thread, threads, "VECTOR=1" in definitions)),
+        definitions=(*definitions, *_direct_definitions(per_thread, threads, "VECTOR=1" in definitions, part)),
         threads=threads,
         group_threads=group,
         slab_columns=problem.columns,
@@ -201,9 +206,9 @@ def _direct(problem: NormProblem, definitions: tuple[str, ...], threads: int, gr
     )
 
 
-def _direct_definitions(per_thread: int, threads: int, vector: bool) -> tuple[str, str]:
+def _direct_definitions(per_thread: int, threads: int, vector: bool, part: bool = False) -> tuple[str, ...]:
     max_threads = next(most for most in DIRECT_MAX_THREADS[vector] if threads <= most)
-    return f"COLUMNS_PER_THREAD={per_thread}", f"MAX_THREADS={max_threads}"
+    return f"COLUMNS_PER_THREAD={per_thread}", f"MAX_THREADS={max_threads}", *_part_definitions(part)
 
 
 def _column_sums_bytes(problem: NormProblem, per_thread: int) -> int:
@@ -234,7 +239,7 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
             continue
         choice = _staged_choice(name, dy_name, vector, cluster, device)
-        held = _staged_threads(name, slab, choice, _part_of_warp(name, choice) if small else None)
+        held = _short_row(name, slab, _part_of_warp(name, choice, device)) if small else _staged_threads(slab, choice)
         if held is None or slab > STAGED_MOST_COLUMNS.get(held[0], slab):
             continue
         per_thread, group = held
@@ -311,12 +316,8 @@ def _forward_threads_at_once(norm: str, x: str, vector: bool, per_thread: int) -
     return 512 if registers <= 128 else 384 if registers <= 170 else 256
 
 
-def _staged_threads(x: str, slab: int, choice: Choice, of_part: dict[int, int] | None) -> tuple[int, int] | None:
+def _staged_threads(slab: int, choice: Choice) -> tuple[int, int] | None:
     """Columns a thread, and threads that share a row: the fewest warps that hold a block's columns of it, if any do."""
-    if of_part is not None:
-        options = {columns_per_thread(x): WARP, **of_part}
-        held = ((n, _lanes(slab, n)) for n in options if n * options[n] >= slab)
-        return min(held, key=lambda held: (held[0] * held[1], -held[0]))
     for preferred in choice:
         if len(preferred) > 1:
             for warps, per_thread in product((1, 2, 4, 8), preferred):
@@ -327,17 +328,26 @@ def _staged_threads(x: str, slab: int, choice: Choice, of_part: dict[int, int] |
     return None
 
 
-def _part_of_warp(x: str, choice: Choice) -> dict[int, int]:
+def _short_row(x: str, columns: int, part_of_warp: dict[int, int]) -> tuple[int, int]:
+    """The same for a row of one warp or less: on all routes, for the bits of its sums depend on it."""
+    options = {columns_per_thread(x): WARP, **part_of_warp}
+    held = ((n, _lanes(columns, n)) for n in options if n * options[n] >= columns)
+    return min(held, key=lambda held: (held[0] * held[1], -held[0]))
+
+
+def _part_of_warp(x: str, choice: Choice, device: Device) -> dict[int, int]:
     """Columns a thread, beside columns_per_thread(), of rows that take a part of a warp, and how many lanes at most."""
-    return _of_choice(STAGED_PART_OF_WARP_COLUMNS, choice) if ITEMSIZE[x] == 2 else {}
+    return _of_choice(STAGED_PART_OF_WARP_COLUMNS, choice, device) if ITEMSIZE[x] == 2 else {}
 
 
-def _forward_part_of_warp(choice: Choice) -> dict[int, int]:
+def _forward_part_of_warp(choice: Choice, device: Device) -> dict[int, int]:
     """The same for the forward pass."""
-    return _of_choice(FORWARD_PART_OF_WARP_COLUMNS, choice) if len(choice[0]) > 1 else {}
+    return _of_choice(FORWARD_PART_OF_WARP_COLUMNS, choice, device)
 
 
-def _of_choice(lanes: dict[int, int], choice: Choice) -> dict[int, int]:
+def _of_choice(lanes: dict[int, int], choice: Choice, device: Device) -> dict[int, int]:
+    if not device.has_clusters or len(choice[0]) == 1:
+        return {}
     return {per_thread: most for per_thread, most in lanes.items() if per_thread in choice[0]}
 
 
@@ -483,10 +493,12 @@ def forward_config(problem: NormProblem, aligned: bool, device: Device) -> Forwa
     if device.has_clusters and (staged := _forward_staged(problem, vector, definitions, device)):
         return staged
     per_thread = columns_per_thread(x)
-    definitions = (*definitions, f"COLUMNS_PER_THREAD={per_thread}")
     if problem.columns <= WARP * per_thread:
-        lanes = _lanes(problem.columns, per_thread)
-        return ForwardConfig("forward.cu", "forward_direct", definitions, SMALL_BLOCK, lanes)
+        choice = _forward_choice(problem.norm, x, vector > 1, 1, device)
+        held = _short_row(x, problem.columns, _forward_part_of_warp(choice, device))
+        definitions = (*definitions, *_direct_forward_definitions(held[0], _takes_part(x, held)))
+        return ForwardConfig("forward.cu", "forward_direct", definitions, SMALL_BLOCK, held[1])
+    definitions = (*definitions, *_direct_forward_definitions(per_thread))
     threads = _whole_warps(_divide_up(problem.columns, per_thread))
     max_threads = forward_max_threads(vector > 1)
     if threads <= max_threads:
@@ -494,8 +506,12 @@ def forward_config(problem: NormProblem, aligned: bool, device: Device) -> Forwa
     return ForwardConfig("forward.cu", "forward_swept", definitions, max_threads, max_threads)
 
 
+def _direct_forward_definitions(per_thread: int, part: bool = False) -> tuple[str, ...]:
+    return f"COLUMNS_PER_THREAD={per_thread}", *_part_definitions(part)
+
+
 def forward_max_threads(vector: bool) -> int:
-    """kMaxThreads of forward.cu."""
+    """kMaxThreads of forward.cu, where no row takes a part of a warp."""
     return 512 if vector else 256
 
 
@@ -513,7 +529,8 @@ def _forward_staged(
         if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
             continue
         choice = _forward_choice(problem.norm, name, vector > 1, cluster, device)
-        if (held := _staged_threads(name, slab, choice, _forward_part_of_warp(choice) if small else None)) is None:
+        held = _short_row(name, slab, _forward_part_of_warp(choice, device)) if small else _staged_threads(slab, choice)
+        if held is None:
             continue
         per_thread, group = held
         at_once = _forward_threads_at_once(problem.norm, name, vector > 1, per_thread)
@@ -574,14 +591,21 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         split = (*definitions, f"COLUMNS_PER_THREAD={columns_per_thread(x)}")
         yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), split)
         choices = functools.partial(_staged_choice, x, dy, vector)
-        part_of_warp = functools.partial(_part_of_warp, x)
-        yield from _staged_variants("backward_staged", definitions, x, device, choices, part_of_warp)
+        parts = _part_of_warp(x, choices(1, device), device)
+        for per_thread in parts:
+            direct = (*definitions, *_direct_definitions(per_thread, SMALL_BLOCK, vector, True))
+            yield Variant("backward_direct.cu", ("backward_direct",), direct)
+        yield from _staged_variants("backward_staged", definitions, x, device, choices, parts)
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
         definitions = _forward_definitions(norm, x, vector)
-        routes = (*definitions, f"COLUMNS_PER_THREAD={columns_per_thread(x)}")
+        routes = (*definitions, *_direct_forward_definitions(columns_per_thread(x)))
         yield Variant("forward.cu", ("forward_direct", "forward_swept"), routes)
         choices = functools.partial(_forward_choice, norm, x, vector)
-        yield from _staged_variants("forward_staged", definitions, x, device, choices, _forward_part_of_warp)
+        parts = _forward_part_of_warp(choices(1, device), device)
+        for per_thread in parts:
+            direct = (*definitions, *_direct_forward_definitions(per_thread, True))
+            yield Variant("forward.cu", ("forward_direct",), direct)
+        yield from _staged_variants("forward_staged", definitions, x, device, choices, parts)
     for x, streaming in product(FLOAT_NAMES, (False, True)):
         yield Variant("triad.cu", ("triad",), triad_definitions(x, streaming))
 
@@ -592,14 +616,14 @@ def _staged_variants(
     x: str,
     device: Device,
     choice_of: Callable[[int, Device], Choice],
-    part_of_warp: Callable[[Choice], dict[int, int]],
+    part_of_warp: Iterable[int],
 ) -> Iterator[Variant]:
     """One for every pair of columns a thread and blocks a cluster."""
     if not device.has_clusters:
         return
     clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
     pairs = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
-    parts = {(n, 1, True) for n in part_of_warp(choice_of(1, device))}
+    parts = {(n, 1, True) for n in part_of_warp}
     wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
     for per_thread, cluster, part in sorted(wholes | parts):
         staged = (*definitions, *_staged_definitions(per_thread, cluster, part))
@@ -607,7 +631,11 @@ def _staged_variants(
 
 
 def _staged_definitions(per_thread: int, cluster: int, part: bool) -> tuple[str, ...]:
-    return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}", *(("PART_OF_WARP=1",) if part else ())
+    return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}", *_part_definitions(part)
+
+
+def _part_definitions(part: bool) -> tuple[str, ...]:
+    return ("PART_OF_WARP=1",) if part else ()
 
 
 def _reserved(
