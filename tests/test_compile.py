@@ -48,7 +48,7 @@ ALLOWED_SPILLS = (
         "backward_staged",
         None,
         ("LAYER_NORM=1", "WANT_DB=1", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
-        16,
+        12,
         "w, dw and db of 64 columns leave 63 registers. On an H200, 636x262144, bfloat16: LayerNorm 286 us, in two "
         "sweeps, which spill nothing, 575 us.",
     ),
@@ -56,15 +56,15 @@ ALLOWED_SPILLS = (
         "backward_staged",
         None,
         ("LAYER_NORM=0", "WANT_DB=1", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
-        24,
+        20,
         "As LayerNorm; not timed on its own.",
     ),
     Allowed(
         "backward_staged",
         "sm_100",
         ("LAYER_NORM=1", "WANT_DB=1", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
-        32,
-        "As on 9.0. By the disassembly: a row reads three of these registers back and writes three; not timed.",
+        28,
+        "As on 9.0. By the disassembly: a row reads two of these registers back and writes three; not timed.",
     ),
     Allowed(
         "backward_staged",
@@ -85,8 +85,15 @@ ALLOWED_SPILLS = (
         "sm_75",
         ("LAYER_NORM=1", "X_TYPE=float64", "DY_TYPE=float64", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),
         8,
-        "By the disassembly: one of 128 registers, written once and read twice a row; such devices do float64 at a "
-        "32nd of float32's rate.",
+        "By the disassembly: one of 128 registers, set before the first row and read twice a row; such devices do "
+        "float64 at a 32nd of float32's rate.",
+    ),
+    Allowed(
+        "backward_direct",
+        "sm_75",
+        ("LAYER_NORM=1", "X_TYPE=float32", "DY_TYPE=float64", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),
+        8,
+        "By the disassembly: one of 128 registers, set before the first row and read once a row.",
     ),
     Allowed(
         "backward_direct",
@@ -98,9 +105,30 @@ ALLOWED_SPILLS = (
     Allowed(
         "backward_direct",
         "sm_80",
-        ("LAYER_NORM=0", "X_TYPE=float32", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),
-        12,
-        "By the disassembly: two of 128 registers, set before the first row and read three times a row. Not timed.",
+        ("LAYER_NORM=1", "X_TYPE=float16", "DY_TYPE=float64", "VECTOR=1", "MAX_THREADS=512"),
+        32,
+        "As with x in float32.",
+    ),
+    Allowed(
+        "backward_direct",
+        "sm_80",
+        ("LAYER_NORM=1", "X_TYPE=bfloat16", "DY_TYPE=float64", "VECTOR=1", "MAX_THREADS=512"),
+        32,
+        "As with x in float32.",
+    ),
+    Allowed(
+        "backward_direct",
+        "sm_80",
+        ("LAYER_NORM=0", "X_TYPE=float32", "DY_TYPE=float64", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),
+        8,
+        "By the disassembly: one of 128 registers, set before the first row and read once a row. Not timed.",
+    ),
+    Allowed(
+        "backward_direct",
+        "sm_80",
+        ("LAYER_NORM=0", "X_TYPE=float64", "DY_TYPE=float64", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),
+        16,
+        "By the disassembly: two of 128 registers, set before the first row and read once a row. Not timed.",
     ),
 )
 
