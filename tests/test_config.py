@@ -279,6 +279,22 @@ def test_walks_and_drawn_steps_cover_all_rows():
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_steps_are_left_to_be_drawn_where_the_kernel_draws(norm, name, device):
+    """As kDraws of forward_staged.cu, kWholeWarps of columns.cuh; else their rows would stay unwritten."""
+    for columns, aligned in product((1, 8, 96, 129, 256, 384, 512, 513, 1001, 2048, 4096, 12288, 65536), (True, False)):
+        problem = backward(columns, name, name, norm=norm)
+        problem = replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
+        chosen = config.forward_config(problem, aligned, device)
+        definitions = dict(text.split("=") for text in chosen.definitions)
+        per_thread = int(definitions["COLUMNS_PER_THREAD"])
+        whole_warps = "PART_OF_WARP" not in definitions and per_thread > (8 if name == "float64" else 16)
+        staged = chosen.kernel == "forward_staged" and definitions["CLUSTER"] == "1"
+        assert (chosen.drawn_part > 0) == (staged and (whole_warps or norm == "rmsnorm")), (columns, aligned)
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 @pytest.mark.parametrize("name", ["bfloat16", "float32"])
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_a_short_row_is_held_alike_with_gaps_between_rows(norm, name, device):

@@ -328,6 +328,43 @@ def test_one_walker_meets_nobody(device: FakeDevice, w_dtype: str, apart: bool) 
         assert [bool(fields[place]) for place in (8, 11)] == [partials, meet]
 
 
+@pytest.mark.parametrize("offset", [0, 4])
+@pytest.mark.parametrize("mask", [(False, True, True), (False, True, False), (False, False, True)], ids=str)
+def test_one_walker_keeps_apart_what_starts_off_16_bytes(
+    device: FakeDevice, mask: tuple[bool, ...], offset: int
+) -> None:
+    """A partial row for each of dw and db that is wanted, in the workspace; nothing to meet for."""
+    out = (None, *(device.array((COLUMNS,), offset=offset) if wanted else None for wanted in mask[1:]))
+    backward("layernorm", call_of(device, "layernorm", rows=1, output_mask=mask, out=out))
+    dw, db, dw_partials, db_partials, _, meeting = device.launched[-1].fields()[6:12]
+    assert (bool(dw), bool(db)) == mask[1:]
+    assert (bool(dw_partials), bool(db_partials)) == ((False, False) if offset == 0 else mask[1:])
+    assert not meeting
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_long_forward_call_draws_steps_by_a_counter_of_zero(device: FakeDevice, norm: str) -> None:
+    """A stream's own is cleared once, a graph's each time; a short call needs none."""
+    function = getattr(cupynorm, f"{norm}_forward")
+    device.stream = FakeStream(7)
+    for rows, capturing, zeroed in (
+        (64, False, 0),
+        (400_000, False, 1),
+        (400_000, False, 0),
+        (400_000, True, 1),
+        (400_000, True, 1),
+        (64, True, 0),
+        (400_000, False, 0),
+    ):
+        device.stream.capturing = capturing
+        device.zeroed.clear()
+        function(device.array((rows, 1024), "float16"))
+        launch = device.launched[-1]
+        assert bool(counters_of(launch)) == (rows > 64)
+        assert [place for place, _ in device.zeroed] == [counters_of(launch)] * zeroed, (rows, capturing)
+        assert all(size >= config.DRAWN_BYTES for _, size in device.zeroed)
+
+
 def test_no_rows_launch_nothing(device: FakeDevice) -> None:
     dx, dw, db = backward("layernorm", call_of(device, "layernorm", rows=0))
     assert not device.launched

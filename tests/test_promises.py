@@ -112,7 +112,7 @@ def test_a_short_row_has_the_same_bits_with_gaps_between_rows(xp: Any, case: Cas
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
 @pytest.mark.parametrize("columns", [96, 1001, 4096, 262144])
 def test_few_rows_give_the_sums_whoever_adds_them_up(columns: int, rows: int) -> None:
-    """A single block writes dw and db itself; where they start off 16 bytes, a second kernel does."""
+    """A single block writes dw and db itself; where they start off 16 bytes, by way of a partial row."""
     cupy = pytest.importorskip("cupy")
     tensors = make_tensors(cupy, "layernorm", (rows, columns), "float32")
     _, dw, db = backward("layernorm", tensors, has_bias=True)
