@@ -8,7 +8,7 @@
 //   LAYER_NORM  0: RMSNorm, 1: LayerNorm
 //   X_TYPE      element type of x and dx          DY_TYPE  element type of dy
 //   WANT_DB     1: db is summed as well           VECTOR   1: 16-byte accesses, 0: single elements
-//   COLUMNS_PER_THREAD
+//   COLUMNS_PER_THREAD     PART_OF_WARP  1: a row takes a part of a warp however many columns a thread has
 //   WEIGHT_OFFSET  1: w + offset in place of w    PER_HEAD  1: one w for each head
 //   ADD_RESIDUAL   1: dresidual_out is added to dx  ACCUMULATE  1: dw and db are added to what is there
 // Decided at run time, because it costs nothing: the type of w, and whether dx and dw are wanted (null pointers).
@@ -51,7 +51,7 @@ struct BackwardArguments {
     Compute* dw_partials;   // a row of partial_row_stride(columns) for each block or cluster; null: dw itself is the only one
     Compute* db_partials;
     Sums<Compute>* sums;    // split route: rows × slabs
-    Meeting* meeting;       // null: nothing to reduce
+    Meeting* meeting;       // null: nothing to reduce, or one walker, whose partial row is the sum
     int64 rows;
     int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
     int columns;

@@ -76,7 +76,8 @@ constexpr int kThreadsAtOnce = kColumnsPerThread == 24 && (sizeof(X) < 4 || !kWa
 // Whether the partial row is on its way before the last of the block's dx, which is written meanwhile: 25 MB, with 16384
 // columns, took 16.8 us so, 17.7 us otherwise, LayerNorm 20.4 and 21.8; with 1024, 15.9 and 16.2, with 7168, 16.7 and 17.1; 100
 // MB, 4069x4096 off 16 bytes, 36.1 us and 36.8. Not with db, without clusters: of 32 columns the compiler loses more, 254
-// registers, not 220, as it does of single columns: 16650x1001, LayerNorm, 41 us as it is, 44 us so.
+// registers, not 218, as it does of single columns: 16650x1001, LayerNorm, 41 us as it is, 44 us so. Nor single columns in
+// parts of a warp: N=129, 64.9 us as it is, 66.2 so.
 constexpr bool kPublishesInLoop = kVector > 1 ? kClustered || !kWantDb : kWholeWarps && !kWantDb;
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)

@@ -5,9 +5,9 @@
 //
 // The variance is always that of centred values: rows far from zero lose nothing.
 //
-// Compile-time switches: LAYER_NORM, X_TYPE, VECTOR, COLUMNS_PER_THREAD as in backward.cuh; reserved, and 0 so far:
-// WEIGHT_OFFSET (w + offset in place of w), PER_HEAD (one w for each head), ADD_RESIDUAL (x + residual in place of x);
-// ACCUMULATE is of the backward pass.
+// Compile-time switches: LAYER_NORM, X_TYPE, VECTOR, COLUMNS_PER_THREAD, PART_OF_WARP as in backward.cuh; reserved, and 0
+// so far: WEIGHT_OFFSET (w + offset in place of w), PER_HEAD (one w for each head), ADD_RESIDUAL (x + residual in place of
+// x); ACCUMULATE is of the backward pass.
 #pragma once
 
 #include "element.cuh"

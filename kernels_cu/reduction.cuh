@@ -1,7 +1,8 @@
 // The final reduction: dw and db from the partial rows that the row walkers left in memory, by the blocks that wrote them,
 // in the same launch. Slices of columns are shared out among the blocks; a column's sum has the same order whoever adds
 // it up: a thread takes row number row_threads, 2·row_threads, … on from its own, of four columns; then lanes of a warp
-// by a butterfly, warps in order. All in float64, so that dw and db are rounded once here.
+// by a butterfly, warps in order. All in float64, so that dw and db are rounded once here. A single walker's partial row
+// is the sum itself, and is at most narrowed.
 //
 // No block waits for one that has not started, which may have to wait itself, for multiprocessors that other kernels hold.
 // A block that has written its partial row, and sees that all others have started, waits until they have arrived, too.
@@ -169,8 +170,8 @@ __device__ void reduce_slice(const Arguments& a, const Output<C>& output, int fi
     __syncthreads();
 }
 
-// Where one block takes all rows, or one for each slab of columns, its partial row is the sum: dw and db are the same numbers in
-// a type of their own. By all threads of the block, of its columns; for kTogether of them a thread waits together.
+// Where one block takes all rows, or one for each slab of columns, its partial row is the sum: dw and db are the same
+// numbers in a type of their own. By all threads of the block, of its columns; for kTogether of them a thread waits together.
 template <int kTogether, class C, class Arguments>
 __device__ void narrow_partial_row(const Arguments& a, int first_column, int columns) {
     __syncthreads();

@@ -35,8 +35,8 @@ STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, tuple[int, ...]]] = {
     False: {"float32": (32, 40), "float64": (16,)},
 }
 # Of short rows, beside columns_per_thread(): so many, where these cover least beyond the row, and on how many lanes at
-# most. 1 GB, LayerNorm: N=384 forward 223 → 187 us, backward 265 → 249, N=192 255 → 183, 273 → 254. With 32, forward,
-# LayerNorm N=256 194 → 177 us, but 512 177 → 185; backward, N=256, 254 → 347. Backward with float32 x 24 lose 5%.
+# most. 1 GB, LayerNorm: N=384 forward 223 → 185 us, backward 265 → 249, N=192 255 → 183, 273 → 254. With 32, forward,
+# LayerNorm N=256 194 → 177 us, but 512 177 → 185; backward, N=256, 254 → 347. Backward in float32 LayerNorm loses 5%.
 STAGED_PART_OF_WARP_COLUMNS = {24: 16}
 FORWARD_PART_OF_WARP_COLUMNS = {24: 16, 32: 8}
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
@@ -151,7 +151,7 @@ def compute_itemsize(x_name: str) -> int:
 
 
 def columns_per_thread(x_name: str) -> int:
-    """Of the direct and split routes, and of small rows in the staged one: 64 bytes of the arithmetic's type."""
+    """Of the direct and split routes, and of short rows (but see _short_row()): 64 bytes of the arithmetic's type."""
     return 64 // compute_itemsize(x_name)
 
 
@@ -384,10 +384,11 @@ def _halvings(most: int) -> tuple[int, ...]:
 
 
 def _staged_static_bytes(x_name: str, cluster: int) -> int:
-    """What a block takes beside its dynamic shared memory: the system's kilobyte, BlockState, what meet() declares."""
+    """What a block takes beside its dynamic shared memory: the system's kilobyte, BlockState, what meet() declares, or
+    in the forward pass numbers of steps."""
     barriers = 8 + 16 * STAGED_MOST_STAGES * STAGED_MOST_TEAMS
     warps = STAGED_MAX_THREADS // WARP * (32 + 8 * cluster * compute_itemsize(x_name))
-    return 1024 + _divide_up(barriers + warps + 16, 128) * 128
+    return 1024 + _divide_up(barriers + warps + 64, 128) * 128
 
 
 def _lanes(columns: int, per_thread: int) -> int:
@@ -422,21 +423,22 @@ def least_steps(groups: int, rows: int, walkers: int) -> int:
 
 
 def _drawn_part(norm: str, x: str, held: tuple[int, int], cluster: int, blocks: int) -> float:
-    """`held` is what _staged_threads() chose, `blocks` how many share a multiprocessor."""
+    """`held` is what _short_row() or _staged_threads() chose, `blocks` how many share a multiprocessor."""
     whole_warps = held[0] > columns_per_thread(x) and not _takes_part(x, held)  # kWholeWarps of columns.cuh
     if cluster > 1 or not (whole_warps or norm == "rmsnorm"):  # kDraws of forward_staged.cu
         return 0.0
     if blocks == 1:
         return DRAWN_PART_ALONE
-    return DRAWN_PART_SHORT if held[0] == columns_per_thread(x) else DRAWN_PART
+    return DRAWN_PART if whole_warps or held[1] > WARP else DRAWN_PART_SHORT
 
 
 def forward_steps(config: ForwardConfig, rows: int, walkers: int) -> tuple[int, int, int]:
     """At least so many steps of each walker, the rows that the walkers take in these, and the steps that are drawn."""
     all_steps = _divide_up(rows, config.groups)
-    if not config.drawn_part or all_steps < DRAWN_LEAST_STEPS * walkers:
-        return least_steps(config.groups, rows, walkers), rows, 0
     steps = int(all_steps * (1 - config.drawn_part)) // walkers
+    # What the ring begins with is not drawn.
+    if not config.drawn_part or all_steps < DRAWN_LEAST_STEPS * walkers or steps < config.stages:
+        return least_steps(config.groups, rows, walkers), rows, 0
     return steps, steps * walkers * config.groups, all_steps - steps * walkers
 
 
@@ -511,7 +513,7 @@ def _direct_forward_definitions(per_thread: int, part: bool = False) -> tuple[st
 
 
 def forward_max_threads(vector: bool) -> int:
-    """kMaxThreads of forward.cu, where no row takes a part of a warp."""
+    """kMaxThreads of forward.cu, without PART_OF_WARP."""
     return 512 if vector else 256
 
 
