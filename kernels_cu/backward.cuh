@@ -64,6 +64,8 @@ struct BackwardArguments {
     int row_threads;        // final reduction: threads that share a column, a power of two
     int groups;             // of a block
     int read_once;          // staged route: x and dy need not stay in the L2 cache
+    short lead;             // staged route: of Pace; 0: no pace is kept
+    short step_counters;    // staged route: a power of two
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 

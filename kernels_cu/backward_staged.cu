@@ -80,10 +80,14 @@ constexpr int kThreadsAtOnce = kColumnsPerThread == 24 && (sizeof(X) < 4 || !kWa
 // parts of a warp: N=129, 64.9 us as it is, 66.2 so.
 constexpr bool kPublishesInLoop = kVector > 1 ? kClustered || !kWantDb : kWholeWarps && !kWantDb;
 
+// Not with db, where the few instructions more make steps longer: LayerNorm, 1 GB, 3072 columns 245 → 265 us, 65536 249 → 268.
+constexpr bool kPaced = kVector > 1 && !kWantDb;
+
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
     backward_staged(const BackwardArguments a) {
     extern __shared__ __align__(128) char shared[];
     __shared__ BlockState state;
+    __shared__ PaceState pace_state;
 
     const BlockShare share(a);
     const RowWalk walk(share, a.rows, a.steps);
@@ -100,6 +104,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const ColumnsAhead w_ahead(state, share, a.w, a.w_code, shared, ColumnSums::shared_bytes(blockDim.x));
     ring.start(walk, x_part, dy_part);
     exchange.start(share.thread);
+    const PaceOf<kPaced> pace(a, a.meeting->counters, pace_state, walk, share);
     announce_barriers();
     if (a.meeting) a.meeting->start();
     wait_for_barriers();
@@ -151,7 +156,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                     });
             }
             dx += walk.step * a.dx_row_stride;
-            ring.fill_again(place_before, walk, j - 1, x_part, dy_part);
+            ring.fill_again(place_before, walk, j - 1, pace, x_part, dy_part);
         }
         if (j + 1 < walk.end) column_sums.row_done(own, partial_row);
         row_before = row;
@@ -164,5 +169,6 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     if constexpr (!kPublishesInLoop) attendance = publish_columns(a, column_sums, partial_row, own, a.group_threads);
     reduce_partials<kThreadsAtOnce == 256 && !kManyColumns ? 16 : 8, Compute>(a, attendance, shared, share.first_column,
                                                                                share.columns);
+    pace.finish();
     leave_together();
 }

@@ -10,6 +10,7 @@
 // x); ACCUMULATE is of the backward pass.
 #pragma once
 
+#include "counters.cuh"
 #include "element.cuh"
 #include "reduce.cuh"
 
@@ -31,7 +32,7 @@ struct ForwardArguments {
     const void *w, *b;  // null: ones, zeros
     X* y;
     Compute *mean, *rstd;
-    unsigned* steps_drawn;  // staged route: a counter, zero between launches
+    StepCounter* counters;  // staged route
     int64 rows;
     int64 walk_rows;     // staged route: those that are divided beforehand
     int64 x_row_stride, y_row_stride;  // in elements
@@ -44,6 +45,8 @@ struct ForwardArguments {
     int steps;           // staged route: at least so many of each walk over the rows
     int groups;          // of a block
     int drawn_steps;     // staged route: those that are drawn
+    short lead;          // staged route: of Pace; 0: no pace is kept
+    short step_counters;
 };
 static_assert(sizeof(ForwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 

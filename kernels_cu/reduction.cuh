@@ -9,6 +9,7 @@
 // Else it says that it leaves, and leaves. Those that stayed do all the work; if none stayed, the last to arrive does.
 #pragma once
 
+#include "counters.cuh"
 #include "element.cuh"
 
 // Elements from one partial row to the next: every row starts at a multiple of 16 bytes.
@@ -18,6 +19,7 @@ __device__ constexpr int64 partial_row_stride(int columns) { return (columns + 3
 struct Meeting {
     using Word = unsigned long long;
 
+    StepCounter counters[kStepCounters];
     Word before;   // `arrived`, as the launch finds it
     Word started;  // blocks
     Word arrived;  // lower half: blocks; upper half: those among them that said they leave

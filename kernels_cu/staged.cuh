@@ -13,6 +13,7 @@
 // Expects Compute, kVector and Columns.
 #pragma once
 
+#include "counters.cuh"
 #include "pipeline.cuh"
 #include "reduce.cuh"
 
@@ -73,6 +74,14 @@ struct BlockState {
     Barrier::State summed[kMaxWarps][kSlots];  // all warps of a group, in all blocks of the cluster, have posted a row's sums
     Sums<Compute> sums[kMaxWarps][kSlots * kCluster];
     Barrier::State columns_there;
+};
+
+// What a block knows of the others' pace. The copy engine counts and reads 16 bytes at a time, of which the first four count.
+struct alignas(16) PaceState {
+    unsigned seen[4];  // steps that were done on all blocks, as of a step ago or two
+    unsigned last[4];  // at which the count begins anew
+    unsigned given_up;
+    static constexpr int kLast = 16, kGivenUp = 32;  // where these lie
 };
 
 // The steps of one block, of `groups` consecutive rows each. The host divides the rows.
@@ -185,13 +194,16 @@ struct Ring {
         if (0 < j && j < minimum(stages, walk.end) && share.team_columns) fill(j, walk.row(j), parts...);
     }
     // By every thread of a warp that is done with step j, at `place`.
-    template <class Walk, class... Part>
-    __device__ void fill_again(const RingPlace& place, const Walk& walk, int j, const Part&... parts) const {
+    template <class Walk, class Pace, class... Part>
+    __device__ void fill_again(const RingPlace& place, const Walk& walk, int j, const Pace& pace,
+                               const Part&... parts) const {
         __syncwarp();
         const bool more = walk.has(j + stages) && share.team_columns;
         if (threadIdx.x % 32 == 0 && more && done[place.stage * kMaxTeams].arrive_last()) {
+            pace.wait(j);
             fill(place.stage, walk.row(j + stages), parts...);
         }
+        if (threadIdx.x % 32 == 0) pace.step_done();
     }
     // Whether there is anything to wait for.
     __device__ bool wait(const RingPlace& place) const {
@@ -199,6 +211,92 @@ struct Ring {
         full[place.stage * kMaxTeams].wait(place.parity);
         return true;
     }
+};
+
+// Under the load some multiprocessors get ahead of others, and where rows are divided beforehand these end late. So in a
+// long launch walkers keep pace: one that has `lead` steps less before it than the average asks for no more rows. Nobody
+// waits for long: another block may not even have started, and wait itself for what this one holds. No bits depend on it.
+//
+// The copy engine counts, and so no fence before a copy waits for it: by `red`, counting alone took 1 to 9% more (RMSNorm,
+// 1 GB), with db 4 to 22%. And one place is not enough for 264 and 396 blocks, several on a multiprocessor: what these lost
+// by that, 2 to 3 and 7 to 10%, they do not lose in four places, each for some of them.
+constexpr int kLeadBits = 3;  // of a step's fraction: LEAD_PARTS of config.py
+
+struct Pace {
+    static constexpr int kMostTries = 16;  // some 10 us
+
+    unsigned* counter;     // 16 bytes, of steps that are done; it is at 0 again when all are
+    SharedAddress state;
+    unsigned blocks;       // that count there; 0: no pace is kept
+    int slack;             // how far its count may be behind `blocks` times the steps of this one
+
+    template <class Arguments>
+    __device__ Pace(const Arguments& a, StepCounter* counters, PaceState& shared, const RowWalk& walk,
+                    const BlockShare& share)
+        : state(shared_address(&shared)), blocks(0) {
+        if (!a.lead) return;
+        const unsigned walkers = gridDim.x / kCluster, place = blockIdx.x / kCluster & (a.step_counters - 1);
+        const unsigned all_steps = (a.rows + share.groups - 1) >> log2_of(share.groups);
+        const auto of_place = [&](unsigned n) { return (n + a.step_counters - 1 - place) >> log2_of(a.step_counters); };
+        const unsigned steps = (of_place(walkers) * a.steps + of_place(all_steps - a.steps * walkers)) * kCluster;
+        counter = counters[place].steps;
+        blocks = of_place(walkers) * kCluster;
+        slack = (a.lead * blocks >> kLeadBits) + walk.end * blocks - steps;
+        if (threadIdx.x != 0) return;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            shared.seen[i] = 0;
+            shared.last[i] = i == 0 ? steps - 1 : 0;
+        }
+        shared.given_up = 0;
+        fence_before_bulk_read();
+    }
+
+    // By the first lane of each warp that is done with a step.
+    __device__ void step_done() const {
+        if (!blocks || threadIdx.x != 0) return;
+        bulk_count(counter, state + PaceState::kLast);
+        copy_16_bytes(state, counter);
+    }
+    // By the thread that asks for more when step j is done. All in one piece: over a loop, the compiler no longer knows
+    // that a warp's lanes agree, and takes 40 registers more.
+    __device__ void wait(int j) const {
+        if (!blocks) return;
+        asm volatile(
+            "{\n"
+            ".reg .pred given_up, behind, again;\n"
+            ".reg .u32 flag, seen, tries;\n"
+            ".reg .s32 ahead;\n"
+            "ld.volatile.shared.u32 flag, [%0 + %3];\n"
+            "ld.volatile.shared.u32 seen, [%0];\n"
+            "setp.ne.u32 given_up, flag, 0;\n"
+            "@given_up bra done;\n"
+            "mov.u32 tries, %4;\n"
+            "more:\n"
+            "sub.s32 ahead, %1, seen;\n"
+            "setp.le.s32 behind, ahead, 0;\n"
+            "@behind bra done;\n"
+            "ld.relaxed.gpu.global.u32 seen, [%2];\n"
+            "sub.u32 tries, tries, 1;\n"
+            "setp.ne.u32 again, tries, 0;\n"
+            "@again bra more;\n"
+            "st.volatile.shared.u32 [%0 + %3], 1;\n"
+            "done:\n"
+            "}\n" ::"r"(state), "r"((j + 1) * blocks - slack), "l"(counter), "n"(PaceState::kGivenUp),
+            "n"(kMostTries)
+            : "memory");
+    }
+    // Before the block leaves: the engine has read and written all that it was asked to.
+    __device__ void finish() const {
+        if (blocks && threadIdx.x == 0) wait_for_counts();
+    }
+};
+template <bool kKept> struct PaceOf : Pace { using Pace::Pace; };
+template <> struct PaceOf<false> {
+    template <class... Any> __device__ PaceOf(const Any&...) {}
+    __device__ void step_done() const {}
+    __device__ void wait(int) const {}
+    __device__ void finish() const {}
 };
 
 // A group's exchange of row sums, kBoth of a pair or the first alone. Sum j uses slot j % kSlots.

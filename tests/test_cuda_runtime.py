@@ -181,6 +181,56 @@ def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, colu
             assert_same_bits(outputs[0], expected)
 
 
+@pytest.mark.parametrize("columns", [128, 384, 1001, 1024, 4096, 7168, 16384, 32768, 65536])
+def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """Whether walkers keep pace, and how closely, changes no bits: in one call after another, and on two streams at
+    once, where blocks wait for some that have not started. What counts their steps is zero again in the end."""
+    from cupynorm import dispatch
+    from cupynorm.cuda import config, launch
+
+    asked, keep = [], config.pace
+    monkeypatch.setattr(config, "pace", lambda *given: asked.append(keep(*given)) or asked[-1])
+    random = cupy.random.default_rng(columns)
+    shape = (60_000_000 // columns, columns)
+    x, dy = (random.standard_normal(shape, np.float32).astype(DTYPES["bfloat16"]) for _ in range(2))
+    w = random.standard_normal(columns, np.float32)
+
+    def results(out: Any = (None,) * 7) -> tuple[Any, ...]:
+        y, rstd = cupynorm.rmsnorm_forward(x, w, out=out[2:4])
+        dx, dw = cupynorm.rmsnorm_backward(x, w, dy, rstd, out=out[:2])
+        return (dx, dw, y, rstd, *cupynorm.layernorm_forward(x, w, out=out[4:]))
+
+    least_steps = config.PACE_LEAST_STEPS
+    monkeypatch.setattr(config, "PACE_LEAST_STEPS", 1 << 40)
+    dispatch.plan_of.cache_clear()
+    expected = results()
+    assert not any(lead for lead, _ in asked)
+    monkeypatch.setattr(config, "PACE_LEAST_STEPS", least_steps)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    outputs = [tuple(poisoned(cupy, like.shape, like.dtype) for like in expected) for _ in streams]
+    names = ("LEAD", "LEAD_SEVERAL", "LEAD_FORWARD", "LEAD_FORWARD_MANY")
+    for lead in (None, 1 / config.LEAD_PARTS):
+        for name in names if lead else ():
+            monkeypatch.setattr(config, name, lead)
+        asked.clear()
+        dispatch.plan_of.cache_clear()
+        for out in outputs:
+            poison(out)
+        cupy.cuda.Device().synchronize()
+        for _ in range(3):
+            for stream, out in zip(streams, outputs, strict=True):
+                with stream:
+                    results(out)
+        cupy.cuda.Device().synchronize()
+        for stream, out in zip(streams, outputs, strict=True):
+            assert_same_bits(out, expected)
+            kept = launch._kept.on_device[cupy.cuda.Device().id][stream.ptr][2]
+            assert not cupy.ndarray((config.STEP_COUNTERS_BYTES,), np.uint8, kept).any()
+        if cupy.cuda.Device().compute_capability == "90":
+            assert (asked[1][0] > 0) == (columns != 1001)  # of the backward pass
+    dispatch.plan_of.cache_clear()
+
+
 @pytest.mark.parametrize("columns", [96, 1001, 1024, 4096, 20480])
 @pytest.mark.parametrize("norm", NORMS)
 def test_reads_that_leave_the_cache_first(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, columns: int) -> None:

@@ -191,8 +191,8 @@ def meeting_of(launch: Any) -> int:
 
 
 def counters_of(launch: Any) -> int:
-    """Where the memory begins in which blocks meet, and count drawn steps."""
-    return meeting_of(launch) - config.DRAWN_BYTES if launch.kernel.startswith("backward") else int(launch.fields()[6])
+    """Where the memory begins in which blocks meet, and count steps."""
+    return meeting_of(launch) if launch.kernel.startswith("backward") else int(launch.fields()[6])
 
 
 def test_a_captured_stream_gets_workspace_of_its_own(device: FakeDevice) -> None:
@@ -232,7 +232,7 @@ def test_where_blocks_meet(device: FakeDevice) -> None:
     backward("rmsnorm", there)
     places.add((7, meeting_of(device.launched[-1])))
     assert len(places) == len({place for _, place in places}) == 4
-    assert sorted(address for address, _ in device.zeroed) == sorted(place - config.DRAWN_BYTES for _, place in places)
+    assert sorted(address for address, _ in device.zeroed) == sorted(place for _, place in places)
 
 
 def test_a_stream_with_the_pointer_of_another_meets_elsewhere(device: FakeDevice) -> None:
@@ -263,7 +263,7 @@ def test_kept_workspace_grows(device: FakeDevice) -> None:
     assert small != large == again
     assert device.zeroed == [(place, config.KEPT_COUNTER_BYTES) for place in (small, large)]
     for launch in device.launched:
-        assert config.DRAWN_BYTES + config.meeting_bytes(launch.grid[0]) <= config.KEPT_COUNTER_BYTES
+        assert config.meeting_bytes(launch.grid[0]) <= config.KEPT_COUNTER_BYTES
         assert launch.fields()[8] >= counters_of(launch) + config.KEPT_COUNTER_BYTES
 
 
@@ -272,19 +272,19 @@ def test_a_large_workspace_is_not_kept(device: FakeDevice) -> None:
 
     kept: dict[int, Any] = {}
     for counter_bytes, size in ((64, config.KEPT_BYTES), (config.KEPT_COUNTER_BYTES + 8, 512), (0, config.KEPT_BYTES)):
-        workspace = launch._Workspace(128, counter_bytes, size)
+        workspace = launch._Workspace(counter_bytes, size)
         device.zeroed.clear()
         memory = workspace.take(device.stream, kept)
         assert not kept
-        assert device.zeroed == ([(memory.ptr, 128 + counter_bytes)] if counter_bytes else [])
+        assert device.zeroed == ([(memory.ptr, counter_bytes)] if counter_bytes else [])
         arguments = driver.Arguments("3P", 1)
         workspace.fill_in(arguments, memory.ptr)
         assert arguments.workspace == memory.ptr
         _, part, counters = struct.unpack("3P", arguments_of(arguments, 24))
-        assert counters == (memory.ptr + 128 if counter_bytes else 0)
-        assert (128 + counter_bytes if counter_bytes else 0) <= part - memory.ptr == device.allocated[-1][1] - size
-    assert launch._Workspace(128, 0, 0).take(device.stream, kept) is None
-    assert launch._Workspace(128, 64, 512).take(device.stream, kept) is kept[device.stream.ptr][2]
+        assert counters == (memory.ptr if counter_bytes else 0)
+        assert counter_bytes <= part - memory.ptr == device.allocated[-1][1] - size
+    assert launch._Workspace(0, 0).take(device.stream, kept) is None
+    assert launch._Workspace(64, 512).take(device.stream, kept) is kept[device.stream.ptr][2]
 
 
 def arguments_of(arguments: Any, size: int) -> bytes:
@@ -362,7 +362,23 @@ def test_a_long_forward_call_draws_steps_by_a_counter_of_zero(device: FakeDevice
         launch = device.launched[-1]
         assert bool(counters_of(launch)) == (rows > 64)
         assert [place for place, _ in device.zeroed] == [counters_of(launch)] * zeroed, (rows, capturing)
-        assert all(size >= config.DRAWN_BYTES for _, size in device.zeroed)
+        assert all(size >= config.STEP_COUNTERS_BYTES for _, size in device.zeroed)
+
+
+LONG = [("rmsnorm", 512, 4), ("rmsnorm", 4096, 1), ("layernorm", 4096, 1)]
+
+
+@pytest.mark.parametrize(("norm", "columns", "counters"), LONG)
+def test_walkers_of_a_long_backward_call_keep_pace(device: FakeDevice, norm: str, columns: int, counters: int) -> None:
+    """Where db is not summed. There is nothing to count in where blocks do not meet."""
+    for rows, sums, paced in ((64, True, False), (120_000, True, norm == "rmsnorm"), (120_000, False, False)):
+        x, dy = (device.array((rows, columns), "float16") for _ in range(2))
+        statistics = [device.array((rows,))] * (2 if norm == "layernorm" else 1)
+        mask = (True, sums) if norm == "rmsnorm" else (True, sums, sums)
+        getattr(cupynorm, f"{norm}_backward")(x, device.array((columns,)), dy, *statistics, output_mask=mask)
+        *_, lead, step_counters = device.launched[-1].fields()
+        assert (lead > 0) == paced
+        assert step_counters == (counters if sums else 1)
 
 
 def test_no_rows_launch_nothing(device: FakeDevice) -> None:

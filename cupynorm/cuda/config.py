@@ -21,12 +21,14 @@ CLUSTERS = (1, 2, 4, 8, 16)
 # flight than these on a multiprocessor lose: under the load some multiprocessors get ahead, by up to 15% at 160 KB, and
 # in the end wait for the others. RMSNorm, 1 GB, main kernel: N=4096 247 us with 96 KB, 255 with 128 KB; N=65536, where
 # blocks wait for each other across multiprocessors, 255 us with 96 KB, 244 with 128 KB, 247 with 160 KB. LayerNorm,
-# slower over a row, gains where 112 KB make four stages of three: N=7168, the call 260 us with three, 247 with four.
+# slower over a row, gains where 112 KB make four stages of three: N=7168, the call 260 us with three, 247 with four;
+# so does RMSNorm where it keeps pace: N=7168 248 and 242, 14336 248 and 243. With single columns it keeps none.
 STAGED_LEAST_STAGES = 3
 STAGED_MOST_TEAMS = 4  # kMaxTeams
 STAGED_MAX_THREADS = 256  # kMaxThreads of staged.cuh: what leaves a thread the registers that it needs
 STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
-STAGED_RING_BYTES = {"rmsnorm": 96 << 10, "layernorm": 112 << 10}
+STAGED_RING_BYTES = {"rmsnorm": 112 << 10, "layernorm": 112 << 10}
+STAGED_SINGLE_COLUMNS_RING_BYTES = {"rmsnorm": 96 << 10, "layernorm": 112 << 10}
 STAGED_LARGE_CLUSTER_RING_BYTES = 128 << 10
 # Columns a thread where a row takes whole warps, by type of the arithmetic. Several, so that rows of any length fill
 # the lanes of 1, 2, 4 or 8 warps; in vectors, or single columns.
@@ -48,11 +50,22 @@ STAGED_SHARED_W_BYTES = 3 * 8 * 4
 # With 40 columns a thread a longer part of a row goes to a cluster of twice as many blocks.
 STAGED_MOST_COLUMNS = {40: 8448}
 FORWARD_STAGED_LEAST_STAGES = 2
+# Of LayerNorm's short rows with 24 columns a thread: 1 GB, N=384, 186 us with two, 176 with three.
+FORWARD_STAGED_LEAST_STAGES_24 = 3
 # Forward, where each walker has many steps: of all steps this part is drawn by whoever is done first. 1 GB: RMSNorm
 # N=256 182 → 172 us with a half, 174 with a quarter, N=4096 171 → 168 with a quarter, LayerNorm 179 → 174; of blocks
-# alone on their multiprocessor, RMSNorm N=7168 177 → 168 with an eighth, 172 with a quarter.
+# alone on their multiprocessor, RMSNorm N=7168 177 → 168 with an eighth, 172 with a quarter. N=384, with 24 columns a
+# thread, takes 169 us with a quarter and 171 with a half.
 DRAWN_PART, DRAWN_PART_SHORT, DRAWN_PART_ALONE = 1 / 4, 1 / 2, 1 / 8
 DRAWN_LEAST_STEPS = 16
+# In launches with so many steps a walker and more, walkers keep pace: so many steps less than the average may one have
+# before it. 1 GB, RMSNorm, N=4096: 246 us without, 255 with one, 242 with two, 246 with four; of several blocks on a
+# multiprocessor, N=512, 251 without, 244 with two, 248 with three, 250 with five. Forward, in clusters: N=16384 174
+# without, 168 with two, 167 with three, 171 with five; of 64 columns a thread, N=131072 173 without, 167 with one, 171
+# with two, but LayerNorm, N=262144, 173 without, 185 with one.
+PACE_LEAST_STEPS = 48
+LEAD, LEAD_SEVERAL, LEAD_FORWARD, LEAD_FORWARD_MANY = 2.0, 2.0, 3.0, 1.0
+LEAD_PARTS = 8  # 1 << kLeadBits of staged.cuh
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 # Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more:
 # at N=65536 and 1 GB 210 us with 32, 182 with 64. RMSNorm there takes 174 with 32 and 178 with 64.
@@ -63,8 +76,9 @@ FEW_ROWS_A_WALKER = 4  # one walker on a multiprocessor then beats two: LayerNor
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 WORKSPACE_BYTES = 64 << 20
 KEPT_BYTES = 16 << 20  # of workspace, for each stream; a call that needs more allocates its own
-KEPT_COUNTER_BYTES = 64 << 10  # of these, for meetings of up to 8000 blocks, behind DRAWN_BYTES
-DRAWN_BYTES = 128  # the counter of ForwardArguments::steps_drawn, and no other on its line
+KEPT_COUNTER_BYTES = 64 << 10  # of these, for meetings of up to 8000 blocks
+STEP_COUNTERS = 4  # kStepCounters of counters.cuh
+STEP_COUNTERS_BYTES = STEP_COUNTERS * 128
 # Where x, dy and dx together take at least the first and at most the second, x and dy are read so that they leave the
 # L2 cache first. RMSNorm, 25 MB: N=1024 15.8 → 15.3 us, 4096 16.7 → 16.1, 65536 18.4 → 17.9; 50 MB, N=16384 24.2 →
 # 23.2. With 10 MB it gains nothing, with 75 MB little, and with 1 GB it takes 3 to 13% longer.
@@ -74,8 +88,8 @@ REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
 REDUCTION_BATCH = 16  # kBatch of reduction.cuh, where registers allow it
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
 
-BACKWARD_ARGUMENTS = "12P4q11i4x"  # struct BackwardArguments in backward.cuh
-FORWARD_ARGUMENTS = "7P4qd9i4x"  # struct ForwardArguments in forward.cuh
+BACKWARD_ARGUMENTS = "12P4q11i2h"  # struct BackwardArguments in backward.cuh
+FORWARD_ARGUMENTS = "7P4qd9i2h"  # struct ForwardArguments in forward.cuh
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ELEMENT_CODES = {None: 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # enum ElementCode in element.cuh
@@ -116,6 +130,8 @@ class BackwardConfig(NamedTuple):
     cluster: int = 1
     stages: int = 0
     shared_bytes: int = 0
+    lead: float = 0.0  # of a walker, in steps, where pace is kept
+    step_counters: int = 1
 
     @property
     def groups(self) -> int:
@@ -135,6 +151,8 @@ class ForwardConfig(NamedTuple):
     stages: int = 0
     shared_bytes: int = 0
     drawn_part: float = 0.0  # of the steps of a long launch
+    lead: float = 0.0  # of a walker, in steps, where pace is kept
+    step_counters: int = 1
 
     @property
     def groups(self) -> int:
@@ -246,7 +264,9 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         block_threads = _block_threads(name, vector, per_thread)
         most_groups = _groups(block_threads, group, problem.rows) if cluster == 1 and contiguous else 1
         at_once = (2 if per_thread == columns_per_thread(name) else 1) * STAGED_MAX_THREADS
-        ring_bytes = STAGED_RING_BYTES[problem.norm] if cluster < 8 else STAGED_LARGE_CLUSTER_RING_BYTES
+        ring_bytes = (STAGED_RING_BYTES if vector else STAGED_SINGLE_COLUMNS_RING_BYTES)[problem.norm]
+        if cluster >= 8:
+            ring_bytes = STAGED_LARGE_CLUSTER_RING_BYTES
         for groups, blocks in ((g, b) for g in _halvings(most_groups) for b in _halvings(at_once // (g * group))):
             threads = groups * group
             outer_bytes = _column_sums_bytes(problem, per_thread) * threads
@@ -266,8 +286,15 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
                     stages=stages,
                     # At least so much that no more blocks fit.
                     shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // (blocks + 1)),
+                    lead=_lead(_sums_db(problem), blocks) if vector else 0.0,
+                    step_counters=1 if blocks == 1 else STEP_COUNTERS,
                 )
     return None
+
+
+def _lead(sums_db: bool, blocks: int) -> float:
+    """`blocks` is how many share a multiprocessor."""
+    return 0.0 if sums_db else LEAD if blocks == 1 else LEAD_SEVERAL  # kPaced of backward_staged.cu
 
 
 def _slab(columns: int, cluster: int, width: int) -> int:
@@ -385,10 +412,10 @@ def _halvings(most: int) -> tuple[int, ...]:
 
 def _staged_static_bytes(x_name: str, cluster: int) -> int:
     """What a block takes beside its dynamic shared memory: the system's kilobyte, BlockState, what meet() declares, or
-    in the forward pass numbers of steps."""
+    in the forward pass numbers of steps, and PaceState."""
     barriers = 8 + 16 * STAGED_MOST_STAGES * STAGED_MOST_TEAMS
     warps = STAGED_MAX_THREADS // WARP * (32 + 8 * cluster * compute_itemsize(x_name))
-    return 1024 + _divide_up(barriers + warps + 64, 128) * 128
+    return 1024 + _divide_up(barriers + warps + 64 + 48, 128) * 128
 
 
 def _lanes(columns: int, per_thread: int) -> int:
@@ -417,6 +444,12 @@ def reads_once(problem: NormProblem) -> bool:
     return least <= problem.rows * problem.columns * itemsizes <= most
 
 
+def pace(config: BackwardConfig | ForwardConfig, rows: int, walkers: int) -> tuple[int, int]:
+    """How far ahead of the average a walker may be, in parts of a step (0: as it likes), and counters of steps."""
+    keeps = _divide_up(rows, config.groups) >= PACE_LEAST_STEPS * walkers
+    return int(config.lead * LEAD_PARTS) if keeps else 0, config.step_counters
+
+
 def least_steps(groups: int, rows: int, walkers: int) -> int:
     """Of each walker, of `groups` rows; some may have one more."""
     return _divide_up(rows, groups) // walkers
@@ -429,7 +462,15 @@ def _drawn_part(norm: str, x: str, held: tuple[int, int], cluster: int, blocks: 
         return 0.0
     if blocks == 1:
         return DRAWN_PART_ALONE
-    return DRAWN_PART if whole_warps or held[1] > WARP else DRAWN_PART_SHORT
+    return DRAWN_PART if whole_warps or held[0] == 24 else DRAWN_PART_SHORT
+
+
+def _forward_lead(norm: str, per_thread: int, cluster: int) -> float:
+    if cluster == 1:
+        return 0.0
+    if per_thread == STAGED_MANY_COLUMNS_PER_THREAD:  # kPaced of forward_staged.cu
+        return 0.0 if norm == "layernorm" and cluster == 16 else LEAD_FORWARD_MANY
+    return LEAD_FORWARD if norm == "rmsnorm" and per_thread == 32 else 0.0
 
 
 def forward_steps(config: ForwardConfig, rows: int, walkers: int) -> tuple[int, int, int]:
@@ -468,7 +509,7 @@ def partial_row_stride(columns: int) -> int:
 
 def meeting_bytes(blocks: int) -> int:
     """struct Meeting of reduction.cuh, for a launch of so many blocks."""
-    return 8 * (3 + blocks)
+    return STEP_COUNTERS_BYTES + 8 * (3 + blocks)
 
 
 def reduction_row_threads(threads: int, blocks: int, partial_rows: int, problem: NormProblem) -> int:
@@ -545,7 +586,10 @@ def _forward_staged(
             stages = min((device.shared_bytes // blocks - static_bytes) // step_bytes, STAGED_MOST_STAGES)
             if stages >= FORWARD_STAGED_LEAST_STAGES:
                 wanted = FORWARD_STAGED_RING_BYTES // (blocks * step_bytes)
-                stages = min(stages, max(FORWARD_STAGED_LEAST_STAGES, wanted))
+                least = FORWARD_STAGED_LEAST_STAGES
+                if problem.norm == "layernorm" and group < WARP and per_thread == 24:
+                    least = FORWARD_STAGED_LEAST_STAGES_24
+                stages = min(stages, max(least, wanted))
                 return ForwardConfig(
                     "forward_staged.cu",
                     "forward_staged",
@@ -557,6 +601,7 @@ def _forward_staged(
                     stages=stages,
                     shared_bytes=max(step_bytes * stages, device.shared_bytes // (blocks + 1)),
                     drawn_part=_drawn_part(problem.norm, name, held, cluster, blocks),
+                    lead=_forward_lead(problem.norm, per_thread, cluster) if vector > 1 else 0.0,
                 )
     return None
 

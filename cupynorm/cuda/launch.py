@@ -55,7 +55,6 @@ class Backward:
         itemsize = problem.compute_dtype.itemsize
         partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize if reduces or apart else 0
         self._workspace = _Workspace(
-            choose.DRAWN_BYTES,
             choose.meeting_bytes(blocks) if reduces else 0,
             partials_bytes if problem.want_dw else 0,
             partials_bytes if problem.want_db else 0,
@@ -86,6 +85,7 @@ class Backward:
                 choose.reduction_row_threads(config.threads, blocks, walkers, problem),
                 config.groups,
                 choose.reads_once(problem),
+                *(choose.pace(config, problem.rows, walkers) if reduces else (0, 1)),
             )
             return arguments, _kept.on_device[device_id]
 
@@ -133,7 +133,8 @@ class Forward:
         )
         walkers = min(_walkers_at_once(main, config.cluster, device), -(-problem.rows // config.groups))
         steps, walk_rows, drawn_steps = choose.forward_steps(config, problem.rows, walkers)
-        self._workspace = _Workspace(0, choose.DRAWN_BYTES if drawn_steps else 0)
+        lead, step_counters = choose.pace(config, problem.rows, walkers)
+        self._workspace = _Workspace(choose.STEP_COUNTERS_BYTES if drawn_steps or lead else 0)
 
         def make_arguments() -> tuple[Arguments, _Kept]:
             arguments = Arguments(
@@ -153,6 +154,8 @@ class Forward:
                 steps,
                 config.groups,
                 drawn_steps,
+                lead,
+                step_counters,
             )
             return arguments, _kept.on_device[device_id]
 
@@ -190,21 +193,20 @@ _kept = _KeptMemory()
 class _Workspace:
     """Memory that the kernels of a call need: counters, and behind them parts of the given sizes.
 
-    The counters are that of drawn steps (forward.cuh) and, from DRAWN_BYTES on, a Meeting (reduction.cuh); a call uses
-    those from `first_counter` on.
+    The counters are those of steps (counters.cuh) or a Meeting (reduction.cuh), which begins with them.
 
     A stream's launches follow one another, so its calls use the same memory, which is kept from call to call. A graph,
     which may be launched on any stream, has its own, and so has a call that needs more than KEPT_BYTES.
     """
 
-    def __init__(self, first_counter: int, counter_bytes: int, *sizes: int) -> None:
-        self._counter_bytes = first_counter + counter_bytes if counter_bytes else 0
+    def __init__(self, counter_bytes: int, *sizes: int) -> None:
+        self._counter_bytes = counter_bytes
         counters, *parts = (-(-size // _PART_BYTES) * _PART_BYTES for size in (self._counter_bytes, *sizes))
         most = choose.KEPT_COUNTER_BYTES
         self._keeps = counters <= most and most + sum(parts) <= choose.KEPT_BYTES
         # In kept memory nothing else ever lies where counters do: it would look like what blocks write there.
         *starts, end = accumulate(parts, initial=most if self._keeps else counters)
-        places = zip((*starts, first_counter), (*sizes, counter_bytes), strict=True)
+        places = zip((*starts, 0), (*sizes, counter_bytes), strict=True)
         self._starts = [start if size else None for start, size in places]
         self._bytes = end if counter_bytes or any(sizes) else 0
 
