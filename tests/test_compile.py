@@ -69,6 +69,13 @@ ALLOWED_SPILLS = (
     Allowed(
         "backward_staged",
         "sm_100",
+        ("LAYER_NORM=0", "WANT_DB=0", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
+        8,
+        "Of 255 registers. By the disassembly: set before the first row, read once a row; not timed.",
+    ),
+    Allowed(
+        "backward_staged",
+        "sm_100",
         ("LAYER_NORM=1", "X_TYPE=bfloat16", "DY_TYPE=float64", "VECTOR=1", "COLUMNS_PER_THREAD=16", "CLUSTER=1"),
         8,
         "Of 128 registers. By the disassembly: set before the first row, read where a step is asked for; not timed.",
