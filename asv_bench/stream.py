@@ -6,8 +6,8 @@ The triad z = x + dy is thousands of short blocks, which the hardware hands out 
 backward kernels are a fixed number of blocks on each multiprocessor, each with its share of the rows fixed beforehand,
 since the order of sums in dw must not depend on who was faster. (The forward pass, which has no such sums, draws its
 last steps; in long launches of RMSNorm's backward pass blocks that are ahead wait, which is not done here.) Here such
-blocks (stream.cu) take x and dy in steps, by bulk copies into a ring in shared memory that holds
-some steps, its stages, and write z = x + dy:
+blocks (stream.cu) take x and dy in steps, by bulk copies into a ring in shared memory that holds some steps, its
+stages, and write z = x + dy:
 
     steps given out  static: block b takes steps b, b + blocks, …; drawn: step b, and then what it draws from a counter,
                      one step ahead; the call zeroes the counter first, which is in its time

@@ -295,6 +295,34 @@ def test_steps_are_left_to_be_drawn_where_the_kernel_draws(norm, name, device):
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_pace_is_kept_where_the_kernel_keeps_it(norm, name, device):
+    """As kPaced of backward_staged.cu and forward_staged.cu; blocks beside others have several counters."""
+    for columns, aligned in product((8, 384, 512, 1001, 1024, 3072, 4096, 16384, 32768, 65536, 262144), (True, False)):
+        problem = backward(columns, name, name, norm=norm)
+        chosen = config.backward_config(problem, aligned, device)
+        sums_db = "WANT_DB=1" in chosen.definitions
+        paced = chosen.route == "staged" and "VECTOR=1" in chosen.definitions and not sums_db
+        assert (chosen.lead > 0) == paced, (columns, aligned)
+        assert chosen.step_counters in (1, config.STEP_COUNTERS)
+        if paced:
+            several = 2 * (chosen.shared_bytes + 1024) <= device.shared_bytes
+            assert (chosen.step_counters > 1) == several, (columns, aligned)
+            assert config.pace(chosen, 48 * chosen.groups, 1)[0] > 0 == config.pace(chosen, 47 * chosen.groups, 1)[0]
+
+        chosen = config.forward_config(
+            replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0), aligned, device
+        )
+        if chosen.kernel != "forward_staged" or chosen.cluster == 1 or "VECTOR=1" not in chosen.definitions:
+            assert chosen.lead == 0, (columns, aligned)
+        elif chosen.lead > 0:
+            per_thread = defined(chosen, "COLUMNS_PER_THREAD")
+            assert per_thread == 64 or (per_thread == 32 and norm == "rmsnorm"), (columns, aligned)
+            assert (chosen.step_counters, chosen.drawn_part) == (1, 0), (columns, aligned)
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 @pytest.mark.parametrize("name", ["bfloat16", "float32"])
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_a_short_row_is_held_alike_with_gaps_between_rows(norm, name, device):
