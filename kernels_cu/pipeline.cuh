@@ -70,18 +70,19 @@ __device__ inline void bulk_copy_once(SharedAddress target, const void* source, 
         : "memory");
 }
 
-// Adds 1 to each of four counters in memory, those that are at their last number (four in shared memory) go to 0; and what
-// threads wrote before is seen by it. Nothing waits for it but wait_for_counts().
+// Adds 1 to each of four counters in memory; those that are at their last number (four in shared memory) go to 0. No fence
+// waits for it.
 __device__ inline void bulk_count(unsigned* counters, SharedAddress last) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.inc.u32 [%0], [%1], 16;" ::"l"(counters), "r"(last)
                  : "memory");
 }
+// By the thread that wrote to shared memory what the copy engine is to read.
 __device__ inline void fence_before_bulk_read() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Copies 16 bytes that others may be changing, some time later.
 __device__ inline void copy_16_bytes(SharedAddress target, const void* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
-// By the thread that asked for the two above.
+// By the thread that asked for counts and 16-byte copies: of shared memory all is read and written.
 __device__ inline void wait_for_counts() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");

@@ -76,9 +76,9 @@ struct BlockState {
     Barrier::State columns_there;
 };
 
-// What a block knows of the others' pace. The copy engine counts and reads 16 bytes at a time, of which the first four count.
+// What a block knows of the others' pace. Of 16 bytes, which is what is counted and copied at a time, the first four count.
 struct alignas(16) PaceState {
-    unsigned seen[4];  // steps that were done on all blocks, as of a step ago or two
+    unsigned seen[4];  // steps done by all blocks that count in one place, as of a step ago or two
     unsigned last[4];  // at which the count begins anew
     unsigned given_up;
     static constexpr int kLast = 16, kGivenUp = 32;  // where these lie
@@ -286,7 +286,7 @@ struct Pace {
             "n"(kMostTries)
             : "memory");
     }
-    // Before the block leaves: the engine has read and written all that it was asked to.
+    // Before the block leaves: nothing reads or writes its shared memory any more.
     __device__ void finish() const {
         if (blocks && threadIdx.x == 0) wait_for_counts();
     }

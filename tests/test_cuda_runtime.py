@@ -228,6 +228,15 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
             assert not cupy.ndarray((config.STEP_COUNTERS_BYTES,), np.uint8, kept).any()
         if cupy.cuda.Device().compute_capability == "90":
             assert (asked[1][0] > 0) == (columns != 1001)  # of the backward pass
+        with streams[0]:
+            streams[0].begin_capture()
+            results(outputs[0])
+            graph = streams[0].end_capture()
+            for _ in range(2):
+                poison(outputs[0])
+                graph.launch(streams[0])
+                streams[0].synchronize()
+                assert_same_bits(outputs[0], expected)
     dispatch.plan_of.cache_clear()
 
 
