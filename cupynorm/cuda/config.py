@@ -286,15 +286,18 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
                     stages=stages,
                     # At least so much that no more blocks fit.
                     shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // (blocks + 1)),
-                    lead=_lead(_sums_db(problem), blocks) if vector else 0.0,
+                    lead=_lead(_sums_db(problem), held, cluster, blocks) if vector else 0.0,
                     step_counters=1 if blocks == 1 else STEP_COUNTERS,
                 )
     return None
 
 
-def _lead(sums_db: bool, blocks: int) -> float:
+def _lead(sums_db: bool, held: tuple[int, int], cluster: int, blocks: int) -> float:
     """`blocks` is how many share a multiprocessor."""
-    return 0.0 if sums_db else LEAD if blocks == 1 else LEAD_SEVERAL  # kPaced of backward_staged.cu
+    per_thread, group = held
+    if sums_db and (cluster > 1 or per_thread not in (16, 40) or group < WARP):  # kPaced of backward_staged.cu
+        return 0.0
+    return LEAD if blocks == 1 else LEAD_SEVERAL
 
 
 def _slab(columns: int, cluster: int, width: int) -> int:
