@@ -2,14 +2,14 @@
 // that one thread of a block keeps filled.
 //
 // Compile-time switches: DRAWN 0: block b takes steps b, b + blocks, …; 1: step b, and then what it draws from a
-// counter. BULK 0: z is stored by threads; 1: z takes x's place in the ring, and is copied from there. STEP_BYTES of
+// counter. PACED 1: a block that is more than a step ahead of the average waits. BULK 0: z is stored by threads; 1: z takes x's place in the ring, and is copied from there. STEP_BYTES of
 // each array in a step; STAGES of the ring; BLOCKS on a multiprocessor.
 // Launch kThreads + 32 threads a block, with dynamic shared memory for the ring; x, dy and z start at multiples of 16
 // bytes.
 #include "element.cuh"
 #include "pipeline.cuh"
 
-constexpr bool kDrawn = DRAWN, kBulk = BULK;
+constexpr bool kDrawn = DRAWN, kPaced = PACED, kBulk = BULK;
 constexpr int kStages = STAGES, kThreads = 256;
 constexpr int kWords = STEP_BYTES / 16;  // of 16 bytes: of each array in a step
 constexpr int kThreadWords = kWords / kThreads;
@@ -65,6 +65,31 @@ private:
     }
 };
 
+// Steps that all blocks have begun. A block counts each of its own, and waits while it is more than one ahead of the average,
+// as far as it knows: it reads the count a step ahead.
+struct Pace {
+    unsigned* counter;
+    unsigned seen;
+
+    __device__ explicit Pace(unsigned* counter) : counter(counter), seen(0) {}
+    __device__ void begin(int j) {
+        if constexpr (!kPaced) return;
+        asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+        while (j > 1 && unsigned(j - 1) * gridDim.x > seen) read();
+        read();
+    }
+    // Who has no more steps counts as if it had one more than anyone.
+    __device__ void end(int j, int most) {
+        if constexpr (!kPaced) return;
+        asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(most - j) : "memory");
+    }
+
+private:
+    __device__ void read() {
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+    }
+};
+
 // Bulk copies to memory, one a group, by one thread, which waits until all but the last `pending` have been read.
 __device__ inline void bulk_store(void* target, SharedAddress source, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes)
@@ -87,9 +112,12 @@ __device__ inline void write(const Ring& ring, uint4* z, int j) {
 // By one thread: all that is copied by bulk copies.
 __device__ inline void produce(const Ring& ring, const uint4* x, const uint4* dy, uint4* z, int steps, Walk walk) {
     constexpr int kBehind = kStages - 1;  // z is copied so many turns later, so that its place is free for the next
+    Pace pace(walk.counter);
     for (int j = 0;; ++j) {
         const Place place(j);
         const int step = walk.take();
+        if (step < steps) pace.begin(j);
+        else pace.end(j, steps / int(gridDim.x) + 2);
         if constexpr (kBulk) {
             if (j >= kBehind) write(ring, z, j - kBehind);
             if (j >= kStages) wait_until_read<1>();

@@ -5,17 +5,18 @@
 The triad z = x + dy is thousands of short blocks, which the hardware hands out as multiprocessors become free. The
 backward kernels are a fixed number of blocks on each multiprocessor, each with its share of the rows fixed beforehand,
 since the order of sums in dw must not depend on who was faster. (The forward pass, which has no such sums, draws its
-last steps; in long launches of RMSNorm's backward pass blocks that are ahead wait, which is not done here.) Here such
-blocks (stream.cu) take x and dy in steps, by bulk copies into a ring in shared memory that holds some steps, its
-stages, and write z = x + dy:
+last steps; in long launches of RMSNorm's backward pass blocks that are ahead wait.) Here such blocks (stream.cu) take x
+and dy in steps, by bulk copies into a ring in shared memory that holds some steps, its stages, and write z = x + dy:
 
-    steps given out  static: block b takes steps b, b + blocks, …; drawn: step b, and then what it draws from a counter,
-                     one step ahead; the call zeroes the counter first, which is in its time
+    steps given out  static: block b takes steps b, b + blocks, …; paced: the same, but blocks count their steps, and
+                     who is more than one ahead of the average waits; drawn: step b, and then what it draws from a
+                     counter, one step ahead; the call first zeroes the counter, where there is one, in its time
     z written by     stores: 16 bytes by a thread; bulk: one copy of a step, of what the threads left in x's place
 
-"static" with steps of 16 KB and 3 stages is the kernels' own way; "drawn" beside the same way says what fixed shares
-cost. Each way's z is checked; then it is timed as in `cupynorm.bench`. Data is three tensors, rounded down
-to whole steps; "blocks" are those on a multiprocessor; "of triad" is the triad's time over the call's.
+"static" with steps of 16 KB and 3 stages is the kernels' own way, "paced" that of long launches of RMSNorm; "drawn"
+beside them says what fixed shares cost. Each way's z is checked; then it is timed as in `cupynorm.bench`. Data is three
+tensors, rounded down to whole steps; "blocks" are those on a multiprocessor; "of triad" is the triad's time over the
+call's.
 """
 
 from __future__ import annotations
@@ -52,7 +53,14 @@ class Way(NamedTuple):
 
     @property
     def definitions(self) -> tuple[str, ...]:
-        switches = (f"DRAWN={self.given_out == 'drawn':d}", f"BULK={self.written_by == 'bulk':d}")
+        switches = tuple(
+            f"{name}={value:d}"
+            for name, value in {
+                "DRAWN": self.given_out == "drawn",
+                "PACED": self.given_out == "paced",
+                "BULK": self.written_by == "bulk",
+            }.items()
+        )
         return (*switches, f"STEP_BYTES={self.step_bytes}", f"STAGES={self.stages}", f"BLOCKS={self.blocks}")
 
     @property
@@ -68,6 +76,8 @@ WAYS = (
     Way(step_bytes=4096, stages=4, blocks=4),
     Way(written_by="bulk"),
     Way(written_by="bulk", stages=6),
+    Way("paced"),
+    Way("paced", "bulk"),
     Way("drawn"),
     Way("drawn", step_bytes=4096, stages=4, blocks=4),
     Way("drawn", "bulk"),
@@ -143,7 +153,7 @@ def call_of(cupy: Any, way: Way, x: Any, dy: Any, z: Any) -> Callable[[], None]:
     arguments = (x, dy, z, np.int32(x.nbytes // way.step_bytes), counter)
 
     def call() -> None:
-        if way.given_out == "drawn":
+        if way.given_out != "static":
             counter.data.memset_async(0, counter.nbytes)
         kernel((blocks,), (THREADS,), arguments, shared_mem=way.ring_bytes)
 

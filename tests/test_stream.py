@@ -30,9 +30,10 @@ def test_every_way_compiles_without_spills(way: stream.Way) -> None:
 
 
 def test_the_ways_differ_and_their_blocks_fit() -> None:
-    assert len({way.definitions for way in stream.WAYS}) == len({tuple(way.cells) for way in stream.WAYS}) == 10
+    assert len({way.definitions for way in stream.WAYS}) == len({tuple(way.cells) for way in stream.WAYS}) == 12
     assert stream.Way("drawn", "bulk", 4096, 4, 2).definitions == (
         "DRAWN=1",
+        "PACED=0",
         "BULK=1",
         "STEP_BYTES=4096",
         "STAGES=4",
@@ -63,7 +64,7 @@ def test_no_two_words_are_alike() -> None:
         assert np.unique(words).size == words.size
 
 
-@pytest.mark.parametrize("given_out", ["static", "drawn"])
+@pytest.mark.parametrize("given_out", ["static", "paced", "drawn"])
 def test_what_is_launched(given_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from cupynorm.cuda import module
 
@@ -90,7 +91,7 @@ def test_what_is_launched(given_out: str, monkeypatch: pytest.MonkeyPatch) -> No
     call = stream.call_of(cupy, way, x, dy, z)
     assert seen == []
     call()
-    assert seen[:-1] == ([(0, 4)] if given_out == "drawn" else [])
+    assert seen[:-1] == ([(0, 4)] if given_out != "static" else [])
     grid, block, *arguments = seen[-1]
     assert (grid, block) == ((264,), (288,))
     steps = arguments.pop(3)
