@@ -203,7 +203,7 @@ struct Ring {
             pace.wait(j);
             fill(place.stage, walk.row(j + stages), parts...);
         }
-        if (threadIdx.x % 32 == 0) pace.step_done();
+        pace.step_done();
     }
     // Whether there is anything to wait for.
     __device__ bool wait(const RingPlace& place) const {
@@ -220,10 +220,9 @@ struct Ring {
 // The copy engine counts, and so no fence before a copy waits for it: by `red`, counting alone took 1 to 9% more (RMSNorm,
 // 1 GB), with db 4 to 22%. And one place is not enough for 264 and 396 blocks, several on a multiprocessor: what these lost
 // by that, 2 to 3 and 7 to 10%, they do not lose in four places, each for some of them.
-constexpr int kLeadBits = 3;  // of a step's fraction: LEAD_PARTS of config.py
 
 struct Pace {
-    static constexpr int kMostTries = 16;  // some 10 us
+    static constexpr int kMostTries = 16;  // each waits for the L2 cache
 
     unsigned* counter;     // 16 bytes, of steps that are done; it is at 0 again when all are
     SharedAddress state;
@@ -241,7 +240,7 @@ struct Pace {
         const unsigned steps = (of_place(walkers) * a.steps + of_place(all_steps - a.steps * walkers)) * kCluster;
         counter = counters[place].steps;
         blocks = of_place(walkers) * kCluster;
-        slack = (a.lead * blocks >> kLeadBits) + walk.end * blocks - steps;
+        slack = (a.lead + walk.end) * blocks - steps;
         if (threadIdx.x != 0) return;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -252,7 +251,7 @@ struct Pace {
         fence_before_bulk_read();
     }
 
-    // By the first lane of each warp that is done with a step.
+    // By every thread of a warp that is done with a step.
     __device__ void step_done() const {
         if (!blocks || threadIdx.x != 0) return;
         bulk_count(counter, state + PaceState::kLast);

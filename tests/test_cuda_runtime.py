@@ -208,8 +208,8 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setattr(config, "PACE_LEAST_STEPS", least_steps)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     outputs = [tuple(poisoned(cupy, like.shape, like.dtype) for like in expected) for _ in streams]
-    names = ("LEAD", "LEAD_SEVERAL", "LEAD_FORWARD", "LEAD_FORWARD_MANY")
-    for lead in (None, 1 / config.LEAD_PARTS):
+    names = ("LEAD", "LEAD_FORWARD", "LEAD_FORWARD_MANY")
+    for lead in (None, 1):
         for name in names if lead else ():
             monkeypatch.setattr(config, name, lead)
         asked.clear()

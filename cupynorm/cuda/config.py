@@ -24,6 +24,7 @@ CLUSTERS = (1, 2, 4, 8, 16)
 # slower over a row, gains where 112 KB make four stages of three: N=7168, the call 260 us with three, 247 with four;
 # so does RMSNorm where it keeps pace: N=7168 248 and 242, 14336 248 and 243. With single columns it keeps none.
 STAGED_LEAST_STAGES = 3
+STAGED_MOST_RING_BYTES = 1 << 30  # of the least stages on a multiprocessor, if fewer groups or blocks do with less
 STAGED_MOST_TEAMS = 4  # kMaxTeams
 STAGED_MAX_THREADS = 256  # kMaxThreads of staged.cuh: what leaves a thread the registers that it needs
 STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
@@ -64,8 +65,7 @@ DRAWN_LEAST_STEPS = 16
 # without, 168 with two, 167 with three, 171 with five; of 64 columns a thread, N=131072 173 without, 167 with one, 171
 # with two, but LayerNorm, N=262144, 173 without, 185 with one. With 15 steps (100 MB) RMSNorm took −2 to +4%.
 PACE_LEAST_STEPS = 48
-LEAD, LEAD_SEVERAL, LEAD_FORWARD, LEAD_FORWARD_MANY = 2.0, 2.0, 3.0, 1.0
-LEAD_PARTS = 8  # 1 << kLeadBits of staged.cuh
+LEAD, LEAD_FORWARD, LEAD_FORWARD_MANY = 2, 3, 1
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 # Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more:
 # at N=65536 and 1 GB 210 us with 32, 182 with 64. RMSNorm there takes 174 with 32 and 178 with 64.
@@ -130,7 +130,7 @@ class BackwardConfig(NamedTuple):
     cluster: int = 1
     stages: int = 0
     shared_bytes: int = 0
-    lead: float = 0.0  # of a walker, in steps, where pace is kept
+    lead: int = 0  # of a walker, in steps, where pace is kept
     step_counters: int = 1
 
     @property
@@ -151,7 +151,7 @@ class ForwardConfig(NamedTuple):
     stages: int = 0
     shared_bytes: int = 0
     drawn_part: float = 0.0  # of the steps of a long launch
-    lead: float = 0.0  # of a walker, in steps, where pace is kept
+    lead: int = 0  # of a walker, in steps, where pace is kept
     step_counters: int = 1
 
     @property
@@ -267,10 +267,13 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         ring_bytes = (STAGED_RING_BYTES if vector else STAGED_SINGLE_COLUMNS_RING_BYTES)[problem.norm]
         if cluster >= 8:
             ring_bytes = STAGED_LARGE_CLUSTER_RING_BYTES
-        for groups, blocks in ((g, b) for g in _halvings(most_groups) for b in _halvings(at_once // (g * group))):
+        pairs = [(g, b) for g in _halvings(most_groups) for b in _halvings(at_once // (g * group))]
+        for groups, blocks in pairs:
             threads = groups * group
             outer_bytes = _column_sums_bytes(problem, per_thread) * threads
             step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
+            if blocks * STAGED_LEAST_STAGES * step_bytes > STAGED_MOST_RING_BYTES and (groups, blocks) != pairs[-1]:
+                continue
             room = device.shared_bytes // blocks - _staged_static_bytes(name, cluster) - outer_bytes
             stages = min(room // step_bytes, STAGED_MOST_STAGES)
             if stages >= STAGED_LEAST_STAGES:
@@ -286,18 +289,18 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
                     stages=stages,
                     # At least so much that no more blocks fit.
                     shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // (blocks + 1)),
-                    lead=_lead(_sums_db(problem), held, cluster, blocks) if vector else 0.0,
+                    lead=_lead(_sums_db(problem), held, cluster) if vector else 0,
                     step_counters=1 if blocks == 1 else STEP_COUNTERS,
                 )
     return None
 
 
-def _lead(sums_db: bool, held: tuple[int, int], cluster: int, blocks: int) -> float:
-    """`blocks` is how many share a multiprocessor."""
+def _lead(sums_db: bool, held: tuple[int, int], cluster: int) -> int:
+    """`held` is what _short_row() or _staged_threads() chose."""
     per_thread, group = held
     if sums_db and (cluster > 1 or per_thread not in (16, 40) or group < WARP):  # kPaced of backward_staged.cu
-        return 0.0
-    return LEAD if blocks == 1 else LEAD_SEVERAL
+        return 0
+    return LEAD
 
 
 def _slab(columns: int, cluster: int, width: int) -> int:
@@ -448,9 +451,9 @@ def reads_once(problem: NormProblem) -> bool:
 
 
 def pace(config: BackwardConfig | ForwardConfig, rows: int, walkers: int) -> tuple[int, int]:
-    """How far ahead of the average a walker may be, in parts of a step (0: as it likes), and counters of steps."""
+    """How many steps ahead of the average a walker may be (0: as it likes), and counters of steps."""
     keeps = _divide_up(rows, config.groups) >= PACE_LEAST_STEPS * walkers
-    return int(config.lead * LEAD_PARTS) if keeps else 0, config.step_counters
+    return config.lead if keeps else 0, config.step_counters
 
 
 def least_steps(groups: int, rows: int, walkers: int) -> int:
@@ -468,12 +471,12 @@ def _drawn_part(norm: str, x: str, held: tuple[int, int], cluster: int, blocks: 
     return DRAWN_PART if whole_warps or held[0] == 24 else DRAWN_PART_SHORT
 
 
-def _forward_lead(norm: str, per_thread: int, cluster: int) -> float:
+def _forward_lead(norm: str, per_thread: int, cluster: int) -> int:
     if cluster == 1:
-        return 0.0
+        return 0
     if per_thread == STAGED_MANY_COLUMNS_PER_THREAD:  # kPaced of forward_staged.cu
-        return 0.0 if norm == "layernorm" and cluster == 16 else LEAD_FORWARD_MANY
-    return LEAD_FORWARD if norm == "rmsnorm" and per_thread == 32 else 0.0
+        return 0 if norm == "layernorm" and cluster == 16 else LEAD_FORWARD_MANY
+    return LEAD_FORWARD if norm == "rmsnorm" and per_thread == 32 else 0
 
 
 def forward_steps(config: ForwardConfig, rows: int, walkers: int) -> tuple[int, int, int]:
@@ -590,7 +593,7 @@ def _forward_staged(
             if stages >= FORWARD_STAGED_LEAST_STAGES:
                 wanted = FORWARD_STAGED_RING_BYTES // (blocks * step_bytes)
                 least = FORWARD_STAGED_LEAST_STAGES
-                if problem.norm == "layernorm" and group < WARP and per_thread == 24:
+                if problem.norm == "layernorm" and _takes_part(name, held) and per_thread == 24:
                     least = FORWARD_STAGED_LEAST_STAGES_24
                 stages = min(stages, max(least, wanted))
                 return ForwardConfig(
@@ -604,7 +607,7 @@ def _forward_staged(
                     stages=stages,
                     shared_bytes=max(step_bytes * stages, device.shared_bytes // (blocks + 1)),
                     drawn_part=_drawn_part(problem.norm, name, held, cluster, blocks),
-                    lead=_forward_lead(problem.norm, per_thread, cluster) if vector > 1 else 0.0,
+                    lead=_forward_lead(problem.norm, per_thread, cluster) if vector > 1 else 0,
                 )
     return None
 
