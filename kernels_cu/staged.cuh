@@ -220,7 +220,6 @@ struct Ring {
 // The copy engine counts, and so no fence before a copy waits for it: by `red`, counting alone took 1 to 9% more (RMSNorm,
 // 1 GB), with db 4 to 22%. And one place is not enough for 264 and 396 blocks, several on a multiprocessor: what these lost
 // by that, 2 to 3 and 7 to 10%, they do not lose in four places, each for some of them.
-
 struct Pace {
     static constexpr int kMostTries = 16;  // each waits for the L2 cache
 

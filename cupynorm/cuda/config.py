@@ -24,7 +24,9 @@ CLUSTERS = (1, 2, 4, 8, 16)
 # slower over a row, gains where 112 KB make four stages of three: N=7168, the call 260 us with three, 247 with four;
 # so does RMSNorm where it keeps pace: N=7168 248 and 242, 14336 248 and 243. With single columns it keeps none.
 STAGED_LEAST_STAGES = 3
-STAGED_MOST_RING_BYTES = 1 << 30  # of the least stages on a multiprocessor, if fewer groups or blocks do with less
+# In a long launch the least stages take no more on a multiprocessor, where fewer groups or blocks do with less: 1 GB,
+# float32, RMSNorm N=1024 251 → 242 us, 4096 251 → 245, LayerNorm 1536 254 → 248. At 25 and 100 MB it lost up to 7%.
+STAGED_MOST_RING_BYTES = 128 << 10
 STAGED_MOST_TEAMS = 4  # kMaxTeams
 STAGED_MAX_THREADS = 256  # kMaxThreads of staged.cuh: what leaves a thread the registers that it needs
 STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
@@ -267,12 +269,14 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         ring_bytes = (STAGED_RING_BYTES if vector else STAGED_SINGLE_COLUMNS_RING_BYTES)[problem.norm]
         if cluster >= 8:
             ring_bytes = STAGED_LARGE_CLUSTER_RING_BYTES
+        is_long = problem.rows >= PACE_LEAST_STEPS * most_groups * device.multiprocessors
         pairs = [(g, b) for g in _halvings(most_groups) for b in _halvings(at_once // (g * group))]
         for groups, blocks in pairs:
             threads = groups * group
             outer_bytes = _column_sums_bytes(problem, per_thread) * threads
             step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
-            if blocks * STAGED_LEAST_STAGES * step_bytes > STAGED_MOST_RING_BYTES and (groups, blocks) != pairs[-1]:
+            least_bytes = blocks * STAGED_LEAST_STAGES * step_bytes
+            if is_long and least_bytes > STAGED_MOST_RING_BYTES and (groups, blocks) != pairs[-1]:
                 continue
             room = device.shared_bytes // blocks - _staged_static_bytes(name, cluster) - outer_bytes
             stages = min(room // step_bytes, STAGED_MOST_STAGES)
