@@ -2,8 +2,9 @@
 // that one thread of a block keeps filled.
 //
 // Compile-time switches: DRAWN 0: block b takes steps b, b + blocks, …; 1: step b, and then what it draws from a
-// counter. PACED 1: a block that is more than a step ahead of the average waits. BULK 0: z is stored by threads; 1: z takes x's place in the ring, and is copied from there. STEP_BYTES of
-// each array in a step; STAGES of the ring; BLOCKS on a multiprocessor.
+// counter. PACED 1: a block that is more than a step ahead of the average waits. BULK 0: z is stored by threads; 1: z
+// takes x's place in the ring, and is copied from there. STEP_BYTES of each array in a step; STAGES of the ring; BLOCKS
+// on a multiprocessor.
 // Launch kThreads + 32 threads a block, with dynamic shared memory for the ring; x, dy and z start at multiples of 16
 // bytes.
 #include "element.cuh"

@@ -202,6 +202,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const RingPart<X> x_part(a, share, a.x, a.x_row_stride, 0);
     const Ring ring(shared, state, share, a.stages, x_part.part_bytes, a.rows);
     const SumExchange<false> exchange(state, share, a.group_threads);
+    const int ring_bytes = a.stages * x_part.part_bytes;
+    const ColumnsAhead w_ahead(state, share, a.w, a.w_code, shared + ring_bytes, dynamic_shared_bytes() - ring_bytes);
     ring.start(walk, x_part);
     walk.start();
     exchange.start(share.thread);
@@ -210,13 +212,14 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
 
     const Columns own(share.thread, a.group_threads, share.columns);
     Compute w[kVectors][kVector], b[kVectors][kVector];
-    const auto own_column = [&](int k) { return own.holds(k) ? share.first_column + own.at(k) : -1; };
+    const auto own_column = [&](int k) { return own.holds(k) ? own.at(k) : -1; };
     fill_columns(w, Compute(1));
     fill_columns(b, Compute(0));
-    load_columns(w, a.w, a.w_code, own_column);
-    load_columns(b, a.b, a.b_code, own_column);
-    ring.start_others(walk, x_part);
+    load_columns(b, column_address(a.b, a.b_code, share.first_column), a.b_code, own_column);
     wait_for_barriers();
+    w_ahead.wait();
+    load_columns(w, w_ahead.source, a.w_code, own_column);
+    ring.start_others(walk, x_part);
 
     const RowMoments moments(a, own, exchange);
     RingPlace place;

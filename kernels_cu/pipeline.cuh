@@ -89,6 +89,13 @@ __device__ inline void wait_for_counts() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// Of the block, as the launch asked for.
+__device__ inline int dynamic_shared_bytes() {
+    int bytes;
+    asm volatile("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+    return bytes;
+}
+
 __device__ inline int cluster_rank() {
     int rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

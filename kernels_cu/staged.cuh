@@ -362,7 +362,8 @@ template <bool kBoth> struct SumExchange {
 };
 
 // A block's columns of an array over columns, copied to `place` where they fit and are aligned. To be asked for before the
-// rows: loads behind them came 4 us later at 25 MB, also where the array had been prefetched into the L2 cache.
+// rows: loads behind them came 4 us later at 25 MB, also where the array had been prefetched into the L2 cache. Of one array:
+// forward, LayerNorm, 100 MB, w and b so took up to 9% more than w alone.
 struct ColumnsAhead {
     Barrier there;
     const void* source;  // the block's first column, once wait() has returned

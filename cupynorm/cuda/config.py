@@ -64,10 +64,13 @@ DRAWN_LEAST_STEPS = 16
 # In launches with so many steps a walker and more, walkers keep pace: so many steps less than the average may one have
 # before it. 1 GB, RMSNorm, N=4096: 246 us without, 255 with one, 242 with two, 246 with four; of several blocks on a
 # multiprocessor, N=512, 251 without, 244 with two, 248 with three, 250 with five. Forward, in clusters: N=16384 174
-# without, 168 with two, 167 with three, 171 with five; of 64 columns a thread, N=131072 173 without, 167 with one, 171
-# with two, but LayerNorm, N=262144, 173 without, 185 with one. With 15 steps (100 MB) RMSNorm took −2 to +4%.
+# without, 168 with two, 167 with three, 171 with five. With 15 steps (100 MB) RMSNorm took −2 to +4%.
 PACE_LEAST_STEPS = 48
-LEAD, LEAD_FORWARD, LEAD_FORWARD_MANY = 2, 3, 1
+LEAD, LEAD_FORWARD = 2, 3
+# Of 64 columns a thread, by blocks of a cluster: RMSNorm, N=131072, 173 without, 167 with one, 171 with two; LayerNorm,
+# 32768 181 without, 171 with one, 178 with two, 131072 176 without, 178 with one, 171 with two, 262144 173 without, 185
+# with one.
+LEAD_FORWARD_MANY = {"rmsnorm": {8: 1, 16: 1}, "layernorm": {2: 1, 4: 2, 8: 2, 16: 0}}
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 # Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more:
 # at N=65536 and 1 GB 210 us with 32, 182 with 64. RMSNorm there takes 174 with 32 and 178 with 64.
@@ -479,7 +482,7 @@ def _forward_lead(norm: str, per_thread: int, cluster: int) -> int:
     if cluster == 1:
         return 0
     if per_thread == STAGED_MANY_COLUMNS_PER_THREAD:  # kPaced of forward_staged.cu
-        return 0 if norm == "layernorm" and cluster == 16 else LEAD_FORWARD_MANY
+        return LEAD_FORWARD_MANY[norm][cluster]
     return LEAD_FORWARD if norm == "rmsnorm" and per_thread == 32 else 0
 
 
@@ -592,8 +595,10 @@ def _forward_staged(
         threads = groups * group
         step_bytes = _part_bytes(name, vector > 1, groups * slab)
         static_bytes = _staged_static_bytes(name, cluster)
+        w_bytes = _divide_up(slab * compute_itemsize(name), 16) * 16  # copied behind the ring, where there is room
         for blocks in _halvings(at_once // threads):
-            stages = min((device.shared_bytes // blocks - static_bytes) // step_bytes, STAGED_MOST_STAGES)
+            room = device.shared_bytes // blocks - static_bytes
+            stages = min(room // step_bytes, STAGED_MOST_STAGES)
             if stages >= FORWARD_STAGED_LEAST_STAGES:
                 wanted = FORWARD_STAGED_RING_BYTES // (blocks * step_bytes)
                 least = FORWARD_STAGED_LEAST_STAGES
@@ -609,7 +614,7 @@ def _forward_staged(
                     slab_columns=slab,
                     cluster=cluster,
                     stages=stages,
-                    shared_bytes=max(step_bytes * stages, device.shared_bytes // (blocks + 1)),
+                    shared_bytes=max(min(step_bytes * stages + w_bytes, room), device.shared_bytes // (blocks + 1)),
                     drawn_part=_drawn_part(problem.norm, name, held, cluster, blocks),
                     lead=_forward_lead(problem.norm, per_thread, cluster) if vector > 1 else 0,
                 )
