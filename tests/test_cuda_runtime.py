@@ -181,7 +181,7 @@ def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, colu
             assert_same_bits(outputs[0], expected)
 
 
-@pytest.mark.parametrize("columns", [128, 384, 1001, 1024, 4096, 7168, 16384, 32768, 65536])
+@pytest.mark.parametrize("columns", [128, 384, 512, 1001, 1024, 4096, 5120, 7168, 16384, 32768, 65536])
 def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """Whether walkers keep pace, and how closely, changes no bits: in one call after another, and on two streams at
     once, where blocks wait for some that have not started. What counts their steps is zero again in the end."""
@@ -191,14 +191,15 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     asked, keep = [], config.pace
     monkeypatch.setattr(config, "pace", lambda *given: asked.append(keep(*given)) or asked[-1])
     random = cupy.random.default_rng(columns)
-    shape = (60_000_000 // columns, columns)
+    shape = (66_000_000 // columns, columns)
     x, dy = (random.standard_normal(shape, np.float32).astype(DTYPES["bfloat16"]) for _ in range(2))
     w = random.standard_normal(columns, np.float32)
 
-    def results(out: Any = (None,) * 7) -> tuple[Any, ...]:
-        y, rstd = cupynorm.rmsnorm_forward(x, w, out=out[2:4])
-        dx, dw = cupynorm.rmsnorm_backward(x, w, dy, rstd, out=out[:2])
-        return (dx, dw, y, rstd, *cupynorm.layernorm_forward(x, w, out=out[4:]))
+    def results(out: Any = (None,) * 10) -> tuple[Any, ...]:
+        rmsnorm = cupynorm.rmsnorm_forward(x, w, out=out[:2])
+        gradients = cupynorm.rmsnorm_backward(x, w, dy, rmsnorm[1], out=out[2:4])
+        layernorm = cupynorm.layernorm_forward(x, w, out=out[4:7])
+        return (*rmsnorm, *gradients, *layernorm, *cupynorm.layernorm_backward(x, w, dy, *layernorm[1:], out=out[7:]))
 
     least_steps = config.PACE_LEAST_STEPS
     monkeypatch.setattr(config, "PACE_LEAST_STEPS", 1 << 40)
@@ -208,9 +209,10 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setattr(config, "PACE_LEAST_STEPS", least_steps)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     outputs = [tuple(poisoned(cupy, like.shape, like.dtype) for like in expected) for _ in streams]
-    names = ("LEAD", "LEAD_FORWARD", "LEAD_FORWARD_MANY")
-    for lead in (None, 1):
-        for name in names if lead else ():
+    many = {norm: dict.fromkeys(leads, 1) for norm, leads in config.LEAD_FORWARD_MANY.items()}
+    closest = {"LEAD": 1, "LEAD_FORWARD": 1, "LEAD_FORWARD_MANY": many}
+    for leads in ({}, closest):
+        for name, lead in leads.items():
             monkeypatch.setattr(config, name, lead)
         asked.clear()
         dispatch.plan_of.cache_clear()
@@ -227,7 +229,8 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
             kept = launch._kept.on_device[cupy.cuda.Device().id][stream.ptr][2]
             assert not cupy.ndarray((config.STEP_COUNTERS_BYTES,), np.uint8, kept).any()
         if cupy.cuda.Device().compute_capability == "90":
-            assert (asked[1][0] > 0) == (columns != 1001)  # of the backward pass
+            assert (asked[1][0] > 0) == (columns != 1001)  # of RMSNorm's backward pass
+            assert (asked[3][0] > 0) == (columns in (512, 5120))  # of LayerNorm's
         with streams[0]:
             streams[0].begin_capture()
             results(outputs[0])
