@@ -2,7 +2,7 @@
 // that one thread of a block keeps filled.
 //
 // Compile-time switches: DRAWN 0: block b takes steps b, b + blocks, …; 1: step b, and then what it draws from a
-// counter. PACED 1: a block that is more than a step ahead of the average waits. BULK 0: z is stored by threads; 1: z
+// counter. PACED 1: a block waits before a step more than one ahead of the average. BULK 0: z is stored by threads; 1: z
 // takes x's place in the ring, and is copied from there. STEP_BYTES of each array in a step; STAGES of the ring; BLOCKS
 // on a multiprocessor.
 // Launch kThreads + 32 threads a block, with dynamic shared memory for the ring; x, dy and z start at multiples of 16
@@ -15,6 +15,7 @@ constexpr int kStages = STAGES, kThreads = 256;
 constexpr int kWords = STEP_BYTES / 16;  // of 16 bytes: of each array in a step
 constexpr int kThreadWords = kWords / kThreads;
 static_assert(kThreadWords * kThreads * 16 == STEP_BYTES, "all threads have as much to do");
+static_assert(!kDrawn || !kPaced, "there is one counter");
 static_assert(kStages > 1, "one place is filled while another is read");
 
 struct BlockState {
@@ -66,8 +67,8 @@ private:
     }
 };
 
-// Steps that all blocks have begun. A block counts each of its own, and waits while it is more than one ahead of the average,
-// as far as it knows: it reads the count a step ahead.
+// Steps that all blocks have begun. A block counts each of its own, and waits before step j while all together have begun
+// less than j − 1 each on average, as far as it knows: it reads the count a step ahead.
 struct Pace {
     unsigned* counter;
     unsigned seen;
@@ -100,8 +101,6 @@ __device__ inline void bulk_store(void* target, SharedAddress source, int bytes)
 template <int pending> __device__ inline void wait_until_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
-// By each thread that has written what a bulk copy is to read.
-__device__ inline void fence_before_bulk_store() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Copies z of turn j out of the ring.
 __device__ inline void write(const Ring& ring, uint4* z, int j) {
@@ -159,7 +158,7 @@ __device__ inline void consume(const Ring& ring, uint4* z, int steps) {
         uint4* const target = kBulk ? x : z + int64(step) * kWords + threadIdx.x;
 #pragma unroll
         for (int k = 0; k < kThreadWords; ++k) target[k * kThreads] = sums[k];
-        if constexpr (kBulk) fence_before_bulk_store();
+        if constexpr (kBulk) fence_before_bulk_read();
         __syncwarp();
         if (threadIdx.x % 32 == 0) ring.done[place.stage].arrive();
     }

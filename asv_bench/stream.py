@@ -5,18 +5,20 @@
 The triad z = x + dy is thousands of short blocks, which the hardware hands out as multiprocessors become free. The
 backward kernels are a fixed number of blocks on each multiprocessor, each with its share of the rows fixed beforehand,
 since the order of sums in dw must not depend on who was faster. (The forward pass, which has no such sums, draws its
-last steps; in most long launches of the backward pass blocks that are ahead wait.) Here such blocks (stream.cu) take x
-and dy in steps, by bulk copies into a ring in shared memory that holds some steps, its stages, and write z = x + dy:
+last steps; in long launches of RMSNorm's backward pass, and some of LayerNorm's, blocks that are ahead wait.) Here such
+blocks (stream.cu) take x and dy in steps, by bulk copies into a ring in shared memory that holds some steps, its
+stages, and write z = x + dy:
 
     steps given out  static: block b takes steps b, b + blocks, …; paced: the same, but blocks count their steps, and
-                     who is more than one ahead of the average waits; drawn: step b, and then what it draws from a
-                     counter, one step ahead; the call first zeroes the counter, where there is one, in its time
+                     who would begin a step more than one ahead of the average waits; drawn: step b, and then what it
+                     draws from a counter, one step ahead; where there is something to count, the call first zeroes the
+                     counter, in its time
     z written by     stores: 16 bytes by a thread; bulk: one copy of a step, of what the threads left in x's place
 
-"static" with steps of 16 KB and 3 stages is the kernels' own way, "paced" that of most long launches; "drawn" beside
-them says what fixed shares cost. Each way's z is checked; then it is timed as in `cupynorm.bench`. Data is three
-tensors, rounded down to whole steps; "blocks" are those on a multiprocessor; "of triad" is the triad's time over the
-call's.
+"static" with steps of 16 KB and 3 stages is the kernels' own way, "paced" much like that of long launches (which count
+in another way, and let a block be two ahead); "drawn" beside them says what fixed shares cost. Each way's z is
+checked; then it is timed as in `cupynorm.bench`. Data is three tensors, rounded down to whole steps; "blocks" are those
+on a multiprocessor; "of triad" is the triad's time over the call's.
 """
 
 from __future__ import annotations
