@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -128,6 +128,19 @@ def poison(arrays: Sequence[Any]) -> None:
         array.view(f"u{array.dtype.itemsize}").fill(0xAA)
 
 
+def assert_a_graph_gives(stream: Any, call: Callable[[], Any], out: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    """The same bits, of a call that is captured once, whenever the graph is launched."""
+    with stream:
+        stream.begin_capture()
+        call()
+        graph = stream.end_capture()
+        for _ in range(2):
+            poison(out)
+            graph.launch(stream)
+            stream.synchronize()
+            assert_same_bits(out, expected)
+
+
 @pytest.mark.parametrize("columns", [128, 384, 1001, 1024, 4096, 6144])
 @pytest.mark.parametrize("norm", NORMS)
 def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, columns: int) -> None:
@@ -170,15 +183,7 @@ def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, colu
         cupy.cuda.Device().synchronize()
         for out in outputs:
             assert_same_bits(out, expected)
-    with streams[0]:
-        streams[0].begin_capture()
-        function(x, *arguments, out=outputs[0])
-        graph = streams[0].end_capture()
-        for _ in range(2):
-            poison(outputs[0])
-            graph.launch(streams[0])
-            streams[0].synchronize()
-            assert_same_bits(outputs[0], expected)
+    assert_a_graph_gives(streams[0], lambda: function(x, *arguments, out=outputs[0]), outputs[0], expected)
 
 
 @pytest.mark.parametrize("columns", [128, 384, 512, 1001, 1024, 4096, 5120, 7168, 16384, 32768, 65536])
@@ -231,15 +236,7 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
         if cupy.cuda.Device().compute_capability == "90":
             assert (asked[1][0] > 0) == (columns != 1001)  # of RMSNorm's backward pass
             assert (asked[3][0] > 0) == (columns in (512, 5120))  # of LayerNorm's
-        with streams[0]:
-            streams[0].begin_capture()
-            results(outputs[0])
-            graph = streams[0].end_capture()
-            for _ in range(2):
-                poison(outputs[0])
-                graph.launch(streams[0])
-                streams[0].synchronize()
-                assert_same_bits(outputs[0], expected)
+        assert_a_graph_gives(streams[0], lambda: results(outputs[0]), outputs[0], expected)
     dispatch.plan_of.cache_clear()
 
 

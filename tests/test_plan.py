@@ -365,13 +365,21 @@ def test_a_long_forward_call_draws_steps_by_a_counter_of_zero(device: FakeDevice
         assert all(size >= config.STEP_COUNTERS_BYTES for _, size in device.zeroed)
 
 
-LONG = [("rmsnorm", 512, 4), ("rmsnorm", 4096, 1), ("layernorm", 4096, 1)]
+LONG = [
+    ("rmsnorm", 512, 4, True),
+    ("rmsnorm", 4096, 1, True),
+    ("layernorm", 512, 4, True),
+    ("layernorm", 4096, 1, False),
+    ("layernorm", 5120, 1, True),
+]
 
 
-@pytest.mark.parametrize(("norm", "columns", "counters"), LONG)
-def test_walkers_of_a_long_backward_call_keep_pace(device: FakeDevice, norm: str, columns: int, counters: int) -> None:
-    """Where db is not summed. There is nothing to count in where blocks do not meet."""
-    for rows, sums, paced in ((64, True, False), (120_000, True, norm == "rmsnorm"), (120_000, False, False)):
+@pytest.mark.parametrize(("norm", "columns", "counters", "keeps"), LONG)
+def test_walkers_of_a_long_backward_call_keep_pace(
+    device: FakeDevice, norm: str, columns: int, counters: int, keeps: bool
+) -> None:
+    """Where the kernels were compiled to. There is nothing to count in where blocks do not meet."""
+    for rows, sums, paced in ((64, True, False), (120_000, True, keeps), (120_000, False, False)):
         x, dy = (device.array((rows, columns), "float16") for _ in range(2))
         statistics = [device.array((rows,))] * (2 if norm == "layernorm" else 1)
         mask = (True, sums) if norm == "rmsnorm" else (True, sums, sums)
