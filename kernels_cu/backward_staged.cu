@@ -80,9 +80,10 @@ constexpr int kThreadsAtOnce = kColumnsPerThread == 24 && (sizeof(X) < 4 || !kWa
 // parts of a warp: N=129, 64.9 us as it is, 66.2 so.
 constexpr bool kPublishesInLoop = kVector > 1 ? kClustered || !kWantDb : kWholeWarps && !kWantDb;
 
-// With db not where the few instructions more make steps longer: LayerNorm, 1 GB, 3072 columns 245 → 265 us, 65536 249 → 268.
-constexpr bool kPaced =
-    kVector > 1 && (!kWantDb || (!kClustered && (kColumnsPerThread == 40 || kColumnsPerThread == 16)));
+// With db not where it lost, nor with types of two sizes, where it was not timed: LayerNorm, 1 GB, 3072 columns 245 → 265 us,
+// 65536 249 → 268, 1024 to 8192 within 1%.
+constexpr bool kPaced = kVector > 1 && (!kWantDb || (!kClustered && sizeof(X) == sizeof(Dy) &&
+                                                     (kColumnsPerThread == 40 || kColumnsPerThread == 16)));
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
     backward_staged(const BackwardArguments a) {

@@ -294,6 +294,30 @@ def test_steps_are_left_to_be_drawn_where_the_kernel_draws(norm, name, device):
         assert (chosen.drawn_part > 0) == (staged and (whole_warps or norm == "rmsnorm")), (columns, aligned)
 
 
+def test_long_launches_have_less_in_flight():
+    """float32 and float64, in vectors, of one type: a quarter of the rows, off 16 bytes or mixed changes nothing."""
+    device = DEVICES["sm_90"]
+    for columns, name, dy_name, aligned in (
+        *((1024, "float32", "float32", True), (4096, "float32", "float32", True), (512, "float64", "float64", True)),
+        *((1537, "float32", "float32", False), (1024, "bfloat16", "float32", True), (8192, "float32", "float32", True)),
+    ):
+        long, short = (
+            config.backward_config(backward(columns, name, dy_name, rows, "rmsnorm"), aligned, device)
+            for rows in (400_000, 6_000)
+        )
+        limited = aligned and name == dy_name and columns < 8192  # of 8192 a block has one group already
+        assert (long != short) == limited, (columns, name, dy_name)
+        assert (long.cluster, long.group_threads, long.definitions) == (
+            short.cluster,
+            short.group_threads,
+            short.definitions,
+        )
+        if limited:
+            step = 2 * config._part_bytes(name, True, long.groups * columns)
+            blocks = device.shared_bytes // (long.shared_bytes + 1024)
+            assert blocks * config.STAGED_LEAST_STAGES * step <= config.STAGED_MOST_RING_BYTES, (columns, name)
+
+
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
@@ -307,6 +331,8 @@ def test_pace_is_kept_where_the_kernel_keeps_it(norm, name, device):
         if paced and sums_db:
             whole_warp = chosen.group_threads >= 32 and chosen.cluster == 1
             paced = whole_warp and defined(chosen, "COLUMNS_PER_THREAD") in (16, 40)
+        mixed = config.backward_config(backward(columns, name, "float64", norm=norm), aligned, device)
+        assert mixed.lead == 0 or name == "float64", (columns, aligned)
         assert (chosen.lead > 0) == paced, (columns, aligned)
         assert chosen.step_counters in (1, config.STEP_COUNTERS)
         if paced:

@@ -25,7 +25,8 @@ CLUSTERS = (1, 2, 4, 8, 16)
 # so does RMSNorm where it keeps pace: N=7168 248 and 242, 14336 248 and 243. With single columns it keeps none.
 STAGED_LEAST_STAGES = 3
 # In a long launch the least stages take no more on a multiprocessor, where fewer groups or blocks do with less: 1 GB,
-# float32, RMSNorm N=1024 251 → 242 us, 4096 251 → 245, LayerNorm 1536 254 → 248. At 25 and 100 MB it lost up to 7%.
+# float32, RMSNorm N=1024 251 → 242 us, 4096 251 → 245, LayerNorm 1536 254 → 248. At 25 and 100 MB it lost up to 7%. Not
+# off 16 bytes and with mixed types, where it was not measured.
 STAGED_MOST_RING_BYTES = 128 << 10
 STAGED_MOST_TEAMS = 4  # kMaxTeams
 STAGED_MAX_THREADS = 256  # kMaxThreads of staged.cuh: what leaves a thread the registers that it needs
@@ -64,12 +65,12 @@ DRAWN_LEAST_STEPS = 16
 # In launches with so many steps a walker and more, walkers keep pace: so many steps less than the average may one have
 # before it. 1 GB, RMSNorm, N=4096: 246 us without, 255 with one, 242 with two, 246 with four; of several blocks on a
 # multiprocessor, N=512, 251 without, 244 with two, 248 with three, 250 with five. Forward, in clusters: N=16384 174
-# without, 168 with two, 167 with three, 171 with five. With 15 steps (100 MB) RMSNorm took −2 to +4%.
+# without, 168 with two, 167 with three, 171 with five.
 PACE_LEAST_STEPS = 48
 LEAD, LEAD_FORWARD = 2, 3
 # Of 64 columns a thread, by blocks of a cluster: RMSNorm, N=131072, 173 without, 167 with one, 171 with two; LayerNorm,
-# 32768 181 without, 171 with one, 178 with two, 131072 176 without, 178 with one, 171 with two, 262144 173 without, 185
-# with one.
+# 32768 181 without, 171 to 177 with one, 178 with two, 65536 179 without, 176 to 179 with one, 173 to 176 with two,
+# 131072 176 without, 178 with one, 171 with two, 262144 173 without, 185 with one.
 LEAD_FORWARD_MANY = {"rmsnorm": {8: 1, 16: 1}, "layernorm": {2: 1, 4: 2, 8: 2, 16: 0}}
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 # Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more:
@@ -272,14 +273,14 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         ring_bytes = (STAGED_RING_BYTES if vector else STAGED_SINGLE_COLUMNS_RING_BYTES)[problem.norm]
         if cluster >= 8:
             ring_bytes = STAGED_LARGE_CLUSTER_RING_BYTES
-        is_long = problem.rows >= PACE_LEAST_STEPS * most_groups * device.multiprocessors
+        limited = vector and name == dy_name and _is_long(problem.rows, most_groups, device.multiprocessors)
         pairs = [(g, b) for g in _halvings(most_groups) for b in _halvings(at_once // (g * group))]
         for groups, blocks in pairs:
             threads = groups * group
             outer_bytes = _column_sums_bytes(problem, per_thread) * threads
             step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
             least_bytes = blocks * STAGED_LEAST_STAGES * step_bytes
-            if is_long and least_bytes > STAGED_MOST_RING_BYTES and (groups, blocks) != pairs[-1]:
+            if limited and least_bytes > STAGED_MOST_RING_BYTES and (groups, blocks) != pairs[-1]:
                 continue
             room = device.shared_bytes // blocks - _staged_static_bytes(name, cluster) - outer_bytes
             stages = min(room // step_bytes, STAGED_MOST_STAGES)
@@ -296,18 +297,18 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
                     stages=stages,
                     # At least so much that no more blocks fit.
                     shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // (blocks + 1)),
-                    lead=_lead(_sums_db(problem), held, cluster) if vector else 0,
+                    lead=_lead(problem, held, cluster) if vector else 0,
                     step_counters=1 if blocks == 1 else STEP_COUNTERS,
                 )
     return None
 
 
-def _lead(sums_db: bool, held: tuple[int, int], cluster: int) -> int:
+def _lead(problem: NormProblem, held: tuple[int, int], cluster: int) -> int:
     """`held` is what _short_row() or _staged_threads() chose."""
     per_thread, group = held
-    if sums_db and (cluster > 1 or per_thread not in (16, 40) or group < WARP):  # kPaced of backward_staged.cu
-        return 0
-    return LEAD
+    one_size = problem.x_dtype.itemsize == ITEMSIZE[_name(problem.dy_dtype)]
+    keeps = cluster == 1 and one_size and per_thread in (16, 40) and group >= WARP  # kPaced of backward_staged.cu
+    return LEAD if keeps or not _sums_db(problem) else 0
 
 
 def _slab(columns: int, cluster: int, width: int) -> int:
@@ -459,8 +460,11 @@ def reads_once(problem: NormProblem) -> bool:
 
 def pace(config: BackwardConfig | ForwardConfig, rows: int, walkers: int) -> tuple[int, int]:
     """How many steps ahead of the average a walker may be (0: as it likes), and counters of steps."""
-    keeps = _divide_up(rows, config.groups) >= PACE_LEAST_STEPS * walkers
-    return config.lead if keeps else 0, config.step_counters
+    return config.lead if _is_long(rows, config.groups, walkers) else 0, config.step_counters
+
+
+def _is_long(rows: int, groups: int, walkers: int) -> bool:
+    return _divide_up(rows, groups) >= PACE_LEAST_STEPS * walkers
 
 
 def least_steps(groups: int, rows: int, walkers: int) -> int:
