@@ -51,7 +51,7 @@ struct BackwardArguments {
     Compute* dw_partials;   // a row of partial_row_stride(columns) for each block or cluster; null: dw itself is the only one
     Compute* db_partials;
     Sums<Compute>* sums;    // split route: rows × slabs
-    Meeting* meeting;       // null: nothing to reduce, or one walker, whose partial row is the sum
+    Meeting* meeting;       // null: nothing to reduce, or column blocks, or one walker, whose partial row is the sum
     int64 rows;
     int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
     int columns;
@@ -61,11 +61,16 @@ struct BackwardArguments {
     int stages;             // staged route: steps in flight
     int steps;              // staged route: at least so many of each walk over the rows
     int partial_rows;
-    int row_threads;        // final reduction: threads that share a column, a power of two
+    int row_threads;        // threads that share a column, of a column block or in the final reduction; there a power of two
     int groups;             // of a block
-    int read_once;          // staged route: x and dy need not stay in the L2 cache
+    short read_once;        // staged route: x and dy need not stay in the L2 cache
+    short column_blocks;    // staged route: blocks behind those that walk rows, which sum dw and db; 0: the walkers do
     short lead;             // staged route: of Pace; 0: no pace is kept
     short step_counters;    // staged route: a power of two
+
+    // Where row walkers leave their sums.
+    __device__ void* walkers_dw() const { return column_blocks ? nullptr : dw; }
+    __device__ void* walkers_db() const { return column_blocks ? nullptr : db; }
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 
@@ -168,8 +173,8 @@ struct PartialRow {
 
     __device__ PartialRow(const BackwardArguments& a, int64 row, int first_column) {
         const int64 start = row * partial_row_stride(a.columns) + first_column;
-        dw = in(a.dw, a.dw_partials, start);
-        db = kWantDb ? in(a.db, a.db_partials, start) : nullptr;
+        dw = in(a.walkers_dw(), a.dw_partials, start);
+        db = kWantDb ? in(a.walkers_db(), a.db_partials, start) : nullptr;
     }
 
 private:
@@ -367,7 +372,7 @@ __device__ Attendance publish_columns(const BackwardArguments& a, ColumnSums& su
                                       const Columns& own, int group_threads) {
     Attendance attendance;
     if (a.meeting) attendance.look(*a.meeting);
-    if (a.dw || a.db) sums.write_partials(partial_row(), own, group_threads);
+    if (!a.column_blocks && (a.dw || a.db)) sums.write_partials(partial_row(), own, group_threads);
     if (a.meeting) attendance.arrive(*a.meeting);
     return attendance;
 }

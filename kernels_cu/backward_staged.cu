@@ -9,11 +9,13 @@
 // sums per group. To memory: x, dy and dx once; one partial row of dw and db for each block or cluster, which the blocks
 // together add up in the end (reduction.cuh). Orders of sums: a row over a thread's columns, over its lanes by a butterfly,
 // over its warps and blocks likewise; a column over 16 rows (64 where a thread has many columns), over these in turn, over
-// the block's groups.
+// the block's groups. Where there is little data, the last blocks of the grid sum dw and db (column_blocks.cuh), the others
+// find dx alone.
 //
 // What stands before the first copies is short (by stamps, a kernel's first instructions take long; perhaps they come from
 // memory), and what is waited for is asked for in the order in which it is needed.
 #include "backward.cuh"
+#include "column_blocks.cuh"
 #include "staged.cuh"
 
 // The statistics of a group's rows, as many steps ahead as the group has lanes in a warp: lane i loads those of the
@@ -91,8 +93,14 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     __shared__ BlockState state;
     __shared__ PaceState pace_state;
 
+    const unsigned row_blocks = gridDim.x - a.column_blocks;  // unsigned: a signed one is not divided by a shift
+    if (blockIdx.x >= row_blocks) {
+        sum_columns(ColumnArguments(a), blockIdx.x - row_blocks, reinterpret_cast<Compute*>(shared));
+        return;
+    }
+
     const BlockShare share(a);
-    const RowWalk walk(share, a.rows, a.steps);
+    const RowWalk walk(share, a.rows, a.steps, row_blocks / kCluster);
     const RingPart<X> x_part(a, share, a.x, a.x_row_stride, 0, a.read_once);
     const RingPart<Dy> dy_part(a, share, a.dy, a.dy_row_stride, x_part.part_bytes, a.read_once);
     char* const w_shared = shared + ColumnSums::shared_bytes(blockDim.x);

@@ -131,6 +131,11 @@ template <class T, int V> struct Packed {
         for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const Word*>(source)[i];
     }
 
+    __device__ void load_read_only(const T* source) {  // which nobody writes as long as the kernel runs
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) words[i] = __ldg(reinterpret_cast<const Word*>(source) + i);
+    }
+
     __device__ void load_streaming(const T* source) {  // read once: leave the cache to what is read again
 #pragma unroll
         for (int i = 0; i < kWords; ++i) words[i] = __ldcs(reinterpret_cast<const Word*>(source) + i);
@@ -184,6 +189,10 @@ template <class T, int V> struct Packed {
 template <class T> struct Packed<T, 1> {
     T element;
     __device__ void load(const T* source) { element = *source; }
+    __device__ void load_read_only(const T* source) {
+        if constexpr (sizeof(T) == 2) element = {__ldg(reinterpret_cast<const unsigned short*>(source))};
+        else element = __ldg(source);
+    }
     __device__ void load_streaming(const T* source) { element = *source; }
     __device__ void store(T* target) const { *target = element; }
     __device__ void store_streaming(T* target) const { *target = element; }

@@ -153,7 +153,7 @@ struct ForwardWalk : RowWalk {
     int drawing;        // from this step on there is something to draw
 
     __device__ ForwardWalk(const ForwardArguments& a, const BlockShare& share, unsigned* numbers)
-        : RowWalk(share, a.walk_rows, a.steps), a(a), share(share), numbers(numbers) {}
+        : RowWalk(share, a.walk_rows, a.steps, gridDim.x / kCluster), a(a), share(share), numbers(numbers) {}
 
     // When the first copies are on their way.
     __device__ void start() {

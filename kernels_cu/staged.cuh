@@ -89,9 +89,9 @@ struct RowWalk {
     int64 first, step;  // the row that step 0 begins with; rows from one step to the next
     int end;            // steps
 
-    // Every block takes at least `steps` of the first `rows` rows.
-    __device__ RowWalk(const BlockShare& share, int64 rows, int steps)
-        : first(int64(blockIdx.x / kCluster) * share.groups), step(int64(gridDim.x / kCluster) * share.groups),
+    // Every one of `walkers` takes at least `steps` of the first `rows` rows.
+    __device__ RowWalk(const BlockShare& share, int64 rows, int steps, unsigned walkers)
+        : first(int64(blockIdx.x / kCluster) * share.groups), step(int64(walkers) * share.groups),
           end(steps + (first + steps * step < rows)) {}
     __device__ int64 row(int j) const { return first + j * step; }
     __device__ bool has(int j) const { return j < end; }

@@ -158,6 +158,43 @@ def test_no_more_walkers_than_rows(device):
         assert (walkers - 1) * chosen.groups < rows
 
 
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize(("x", "dy"), [*((x, x) for x in DTYPES), ("float64", "bfloat16"), ("float32", "float16")])
+def test_column_blocks_take_all_columns(device, x, dy, aligned):
+    """Each column once, by whole clusters that run beside the walkers, with room for what their threads add up."""
+    found = 0
+    for columns, rows, norm in product(COLUMNS, (1, 2, 60, 500), ("rmsnorm", "layernorm")):
+        problem = backward(columns, x, dy, rows=rows, norm=norm)
+        chosen = config.backward_config(problem, aligned, device)
+        at_once = max(1, device.multiprocessors // chosen.cluster - 1)
+        grid = config.grid(chosen, problem, at_once, device)
+        if not grid.column_blocks:
+            assert grid == (config.partial_rows(chosen, problem, at_once, device), 0, 0)
+            continue
+        found += 1
+        assert chosen.route == "staged"
+        assert grid.column_blocks % chosen.cluster == 0
+        assert grid.walkers + grid.column_blocks // chosen.cluster <= at_once
+        assert 1 <= grid.walkers <= -(-rows // chosen.groups)
+        assert config.grid(chosen, replace(problem, want_dx=False), at_once, device) == grid._replace(walkers=0)
+        width = config.vector_width(x, dy) if "VECTOR=1" in chosen.definitions else 1
+        column_threads, left = divmod(chosen.threads, grid.row_threads)
+        assert left == column_threads & (column_threads - 1) == 0  # ColumnSlices of column_blocks.cuh
+        turns = -(-columns // (column_threads * width * grid.column_blocks))
+        assert turns * -(-rows // grid.row_threads) <= config.COLUMN_BLOCK_ROWS
+        outputs = 2 if norm == "layernorm" else 1
+        numbers = column_threads * width * outputs + 16 // config.compute_itemsize(x)
+        assert grid.row_threads * numbers * config.compute_itemsize(x) <= chosen.shared_bytes
+    assert bool(found) == device.has_clusters
+
+
+def test_much_data_has_no_column_blocks(device):
+    for columns in (128, 1024, 4096, 16384, 262144):
+        problem = backward(columns, "bfloat16", "bfloat16", rows=100_000_000 // 6 // columns)
+        chosen = config.backward_config(problem, True, device)
+        assert config.grid(chosen, problem, 132 // chosen.cluster, device).column_blocks == 0
+
+
 def test_the_final_reduction_is_shared_out():
     """What one block waits for: few slices, few partial rows of each; and two threads' columns in a slice at least."""
     for threads, blocks, rows, columns, norm in (

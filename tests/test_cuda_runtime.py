@@ -33,6 +33,12 @@ pytestmark = pytest.mark.gpu
 # Lengths on each route: several rows a block, one row a block, a row over several blocks, the longest.
 LENGTHS = (100, 1024, 8192, 20000, 262144)
 
+
+def rows_of(columns: int, many: bool) -> int:
+    """So few that blocks of their own sum dw and db, or so many that those which walk along the rows meet."""
+    return (2500 if columns < 10000 else 130) if many else (90 if columns < 10000 else 20)
+
+
 SPIN = r"""
 extern "C" __global__ void spin(unsigned long long nanoseconds) {
     unsigned long long start, now;
@@ -87,12 +93,13 @@ def test_calls_return_while_the_stream_is_busy(cupy: Any, norm: str, columns: in
     assert_same_bits(out, backward(norm, tensors, has_bias=True))
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("columns", LENGTHS)
 @pytest.mark.parametrize("norm", NORMS)
-def test_stream_capture(cupy: Any, norm: str, columns: int) -> None:
+def test_stream_capture(cupy: Any, norm: str, columns: int, many: bool) -> None:
     """Captured once, launched with new inputs: the results follow, and memory that was free between capture and launch
     (and belongs to others by then) is left alone."""
-    rows = 300 if columns < 10000 else 40  # more than fit on the device at once
+    rows = rows_of(columns, many)
     first, second = (make_tensors(cupy, norm, (rows, columns - 5), "bfloat16", seed=s) for s in (1, 2))
     expected = [backward(norm, tensors, has_bias=True) for tensors in (first, second)]
     expected_forward = forward(norm, second)
@@ -247,7 +254,7 @@ def test_reads_that_leave_the_cache_first(cupy: Any, monkeypatch: pytest.MonkeyP
     from cupynorm import dispatch
     from cupynorm.cuda import config
 
-    tensors = make_tensors(cupy, norm, (2_000_000 // columns, columns), "bfloat16")
+    tensors = make_tensors(cupy, norm, (12_000_000 // columns, columns), "bfloat16")
     asked, decide, results = [], config.reads_once, []
     monkeypatch.setattr(config, "reads_once", lambda problem: asked.append(decide(problem)) or asked[-1])
     for span in ((0, 1 << 40), (1 << 40, 1 << 40)):
@@ -309,13 +316,14 @@ def test_work_follows_the_current_stream(cupy: Any) -> None:
     assert_same_bits(results, expected)
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("free", [1, 2, 40, 120])
 @pytest.mark.parametrize("columns", LENGTHS)
 @pytest.mark.parametrize("norm", NORMS)
-def test_blocks_that_start_late(cupy: Any, norm: str, columns: int, free: int) -> None:
+def test_blocks_that_start_late(cupy: Any, norm: str, columns: int, free: int, many: bool) -> None:
     """While other work holds all multiprocessors but a few, most blocks start only when others have ended. None waits
     for them; the gradients are the same, also those of the next call, with the whole device."""
-    tensors = make_tensors(cupy, norm, (600 if columns < 10000 else 50, columns), "bfloat16")
+    tensors = make_tensors(cupy, norm, (rows_of(columns, many), columns), "bfloat16")
     expected = backward(norm, tensors, has_bias=True)
     outs = [empty_results(cupy, tensors) for _ in range(3)]
     held, stream = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)

@@ -20,7 +20,7 @@ import cupynorm
 from cupynorm import dispatch, dlpack, problem
 from cupynorm.cuda import config
 
-ROWS, COLUMNS = 48, 1024
+ROWS, COLUMNS = 4000, 1024  # so many rows that blocks meet
 Call = dict[str, Any]
 
 
@@ -257,10 +257,10 @@ def test_a_stream_with_the_pointer_of_another_meets_elsewhere(device: FakeDevice
 
 def test_kept_workspace_grows(device: FakeDevice) -> None:
     """The largest call's workspace serves the smaller ones; where blocks meet, nothing else ever lies."""
-    for rows in (64, 4000, 64):
-        backward("rmsnorm", call_of(device, "rmsnorm", rows=rows))
+    for has_bias in (False, True, False):
+        backward("rmsnorm", call_of(device, "rmsnorm", has_bias=has_bias))
     small, large, again = (counters_of(launch) for launch in device.launched)
-    assert small != large == again
+    assert large == again
     assert device.zeroed == [(place, config.KEPT_COUNTER_BYTES) for place in (small, large)]
     for launch in device.launched:
         assert config.meeting_bytes(launch.grid[0]) <= config.KEPT_COUNTER_BYTES
@@ -316,6 +316,21 @@ def test_elements_across_their_boundaries_are_refused(device: FakeDevice) -> Non
         with pytest.raises(ValueError, match=rf"^{name}: starts 2 bytes past .* element size, 4"):
             backward("rmsnorm", call | {name: crooked})
         assert len(device.launched) == launched
+
+
+@pytest.mark.parametrize("mask", [(True, True, True), (True, False, True), (False, True, True), (True, False, False)])
+def test_column_blocks_need_no_memory(device: FakeDevice, mask: tuple[bool, ...]) -> None:
+    """They stand behind the row walkers, of which there are none without dx; nobody meets, whatever the type of dw."""
+    call = call_of(device, "layernorm", rows=48, output_mask=mask) | {"w": device.array((COLUMNS,), "float16")}
+    backward("layernorm", call)
+    (launch,) = device.launched
+    results, memory = launch.fields()[5:8], launch.fields()[8:12]
+    assert tuple(map(bool, results)) == mask
+    assert not any(memory)
+    assert [size for by, size in device.allocated if by == "pool" and size > 1 << 20] == []
+    walkers, column_blocks = launch.fields()[-7], launch.fields()[-3]
+    assert launch.grid[0] == walkers + column_blocks
+    assert (walkers, column_blocks) == (6 if mask[0] else 0, 64 if any(mask[1:]) else 0)
 
 
 @pytest.mark.parametrize(("w_dtype", "apart"), [("float32", False), ("float16", True)])
@@ -379,7 +394,7 @@ def test_walkers_of_a_long_backward_call_keep_pace(
     device: FakeDevice, norm: str, columns: int, counters: int, keeps: bool
 ) -> None:
     """Where the kernels were compiled to. There is nothing to count in where blocks do not meet."""
-    for rows, sums, paced in ((64, True, False), (120_000, True, keeps), (120_000, False, False)):
+    for rows, sums, paced in ((4000, True, False), (120_000, True, keeps), (120_000, False, False)):
         x, dy = (device.array((rows, columns), "float16") for _ in range(2))
         statistics = [device.array((rows,))] * (2 if norm == "layernorm" else 1)
         mask = (True, sums) if norm == "rmsnorm" else (True, sums, sums)

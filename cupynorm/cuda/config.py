@@ -89,12 +89,21 @@ STEP_COUNTERS_BYTES = STEP_COUNTERS * 128
 # L2 cache first. RMSNorm, 25 MB: N=1024 15.8 → 15.3 us, 4096 16.7 → 16.1, 65536 18.4 → 17.9; 50 MB, N=16384 24.2 →
 # 23.2. With 10 MB it gains nothing, with 75 MB little, and with 1 GB it takes 3 to 13% longer.
 READ_ONCE_BYTES = (16 << 20, 50 << 20)
+# Where column blocks (column_blocks.cuh), at most so many, have at most so many rows for each of their threads, these
+# sum dw and db, and row walkers find dx alone. RMSNorm 64x1024 9.6 → 6.8 us, 1628x2560 17.3 → 14.6, LayerNorm 64x4096
+# 12.7 → 7.9, 339x12288 20.5 → 16.5. With data of 45 MB nearly all lengths lost, by up to half. A slice of columns is at
+# least a sector of memory wide; where it is no wider, reading costs more: RMSNorm, 4069x1024, with 32 rows a thread,
+# 15.5 → 16.2 us.
+COLUMN_BLOCKS = 64
+COLUMN_BLOCK_ROWS, COLUMN_BLOCK_ROWS_OF_SECTOR = 56, 16
+SECTOR_BYTES = 32
+COLUMN_BLOCKS_ONE_ROW = 4096  # from so many columns on one row alone gains: LayerNorm 7.6 → 6.9 us, of 1024 6.2 → 6.6
 ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction
 REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
 REDUCTION_BATCH = 16  # kBatch of reduction.cuh, where registers allow it
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
 
-BACKWARD_ARGUMENTS = "12P4q11i2h"  # struct BackwardArguments in backward.cuh
+BACKWARD_ARGUMENTS = "12P4q10i4h"  # struct BackwardArguments in backward.cuh
 FORWARD_ARGUMENTS = "7P4qd9i2h"  # struct ForwardArguments in forward.cuh
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -437,6 +446,46 @@ def _lanes(columns: int, per_thread: int) -> int:
     return _power_of_two_at_least(_divide_up(columns, per_thread), WARP)
 
 
+class Grid(NamedTuple):
+    """The blocks of a backward launch."""
+
+    walkers: int  # blocks, clusters, or blocks of one slab, that walk along the rows
+    column_blocks: int = 0  # behind them, blocks that sum dw and db (column_blocks.cuh); 0: the walkers do
+    row_threads: int = 0  # of a column block, that share a column
+
+
+def grid(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> Grid:
+    """`blocks_at_once` is how many blocks (clusters) the device holds at the same time."""
+    column_blocks, row_threads = _column_blocks(config, problem)
+    clusters = column_blocks // config.cluster
+    if not 0 < clusters < blocks_at_once:
+        return Grid(partial_rows(config, problem, blocks_at_once, device))
+    most = min(blocks_at_once, max(1, device.multiprocessors // config.cluster)) - clusters
+    walkers = min(_divide_up(problem.rows, config.groups), max(1, most)) if problem.want_dx else 0
+    return Grid(walkers, column_blocks, row_threads)
+
+
+def _column_blocks(config: BackwardConfig, problem: NormProblem) -> tuple[int, int]:
+    """How many, in whole clusters, and how many of their threads share a column; 0, 0: none."""
+    least_rows = 1 if problem.columns >= COLUMN_BLOCKS_ONE_ROW else 2
+    if config.route != "staged" or not (problem.want_dw or problem.want_db) or problem.rows < least_rows:
+        return 0, 0
+    itemsize = min(problem.x_dtype.itemsize, ITEMSIZE[_name(problem.dy_dtype)])
+    vector = 16 // itemsize if "VECTOR=1" in config.definitions else 1
+    column_threads = SECTOR_BYTES // (itemsize * vector)
+    while _divide_up(problem.columns, column_threads * vector) > COLUMN_BLOCKS:
+        if config.threads % (2 * column_threads):
+            break
+        column_threads *= 2
+    row_threads = config.threads // column_threads
+    slices = _divide_up(problem.columns, column_threads * vector)
+    rows = _divide_up(problem.rows, row_threads) * _divide_up(slices, COLUMN_BLOCKS)
+    is_sector = column_threads * vector * itemsize == SECTOR_BYTES
+    if rows > (COLUMN_BLOCK_ROWS_OF_SECTOR if is_sector else COLUMN_BLOCK_ROWS):
+        return 0, 0
+    return _divide_up(min(slices, COLUMN_BLOCKS), config.cluster) * config.cluster, row_threads
+
+
 def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> int:
     """How many row walkers (blocks, clusters, or blocks of one slab) run, each with a partial row of dw and db.
 
@@ -469,7 +518,7 @@ def _is_long(rows: int, groups: int, walkers: int) -> bool:
 
 def least_steps(groups: int, rows: int, walkers: int) -> int:
     """Of each walker, of `groups` rows; some may have one more."""
-    return _divide_up(rows, groups) // walkers
+    return _divide_up(rows, groups) // walkers if walkers else 0
 
 
 def _drawn_part(norm: str, x: str, held: tuple[int, int], cluster: int, blocks: int) -> float:

@@ -43,13 +43,16 @@ class Backward:
         config = choose.backward_config(problem, _is_aligned(problem, offset), device)
         split = config.route == "split"
         main = _backward_launch(config, "backward_split_apply" if split else f"backward_{config.route}")
-        walkers = choose.partial_rows(config, problem, _walkers_at_once(main, config.cluster, device), device)
+        walkers, column_blocks, row_threads = choose.grid(
+            config, problem, _walkers_at_once(main, config.cluster, device), device
+        )
 
-        grid = (config.slabs, walkers) if split else (walkers * config.cluster, 1)
+        grid = (config.slabs, walkers) if split else (walkers * config.cluster + column_blocks, 1)
         blocks = grid[0] * grid[1]
 
-        # A single partial row is the sum: dw and db themselves, where these have its type and alignment.
-        sums = problem.want_dw or problem.want_db
+        # Column blocks need no memory. A single partial row is the sum: dw and db themselves, where these have its type
+        # and alignment.
+        sums = (problem.want_dw or problem.want_db) and not column_blocks
         reduces = sums and walkers > 1
         apart = sums and (sums_offset != 0 or problem.parameter_dtype != problem.compute_dtype)
         itemsize = problem.compute_dtype.itemsize
@@ -82,9 +85,10 @@ class Backward:
                 config.stages,
                 choose.least_steps(config.groups, problem.rows, walkers),
                 walkers,
-                choose.reduction_row_threads(config.threads, blocks, walkers, problem),
+                row_threads or choose.reduction_row_threads(config.threads, blocks, walkers, problem),
                 config.groups,
-                choose.reads_once(problem),
+                choose.reads_once(problem) and not column_blocks,
+                column_blocks,
                 *(choose.pace(config, problem.rows, walkers) if reduces else (0, 1)),
             )
             return arguments, _kept.on_device[device_id]

@@ -1,0 +1,139 @@
+// dw and db where there is little data, by blocks of their own: these go down the columns, while row walkers, in the same
+// launch, find dx alone. x and dy are read twice, the second time mostly from the L2 cache, but no block waits for another,
+// and no partial row goes through memory.
+//
+// A block takes slices of columns, of one vector for each of its column threads, and all rows of these, shared out among
+// `row_threads`. Order of a column's sum: kBatch of a thread's rows in turn, these in turn; then, in float64, every n-th
+// thread in turn, and n lanes by a butterfly.
+//
+// Expects backward.cuh, and kThreadsAtOnce.
+#pragma once
+
+// Of the arguments, what column blocks need: so few that they stay in registers.
+struct ColumnArguments {
+    const X* x;
+    const Dy* dy;
+    const Compute *mean, *rstd;
+    void *dw, *db;
+    int64 x_row_stride, dy_row_stride;
+    int rows, columns, dw_code, row_threads, column_blocks;
+
+    __device__ explicit ColumnArguments(const BackwardArguments& a)
+        : x(a.x), dy(a.dy), mean(a.mean), rstd(a.rstd), dw(a.dw), db(a.db), x_row_stride(a.x_row_stride),
+          dy_row_stride(a.dy_row_stride), rows(a.rows), columns(a.columns), dw_code(a.dw_code), row_threads(a.row_threads),
+          column_blocks(a.column_blocks) {}
+};
+
+struct ColumnSlices {
+    // Rows for which a thread waits together.
+    static constexpr int kBatch = sizeof(XVector) + sizeof(DyVector) <= 32 ? 8 : 4;
+    struct ThreadSums {
+        Compute dw[kVector] = {}, db[kVector] = {};
+    };
+
+    const ColumnArguments& a;
+    int column_threads, width;  // of a slice; powers of two
+    int entries;                // sums of a slice
+    int stride;                 // from one thread's sums to the next in shared memory; the banks of neighbours differ
+    int64 x_step, dy_step;      // from one of a thread's rows to the next
+
+    __device__ explicit ColumnSlices(const ColumnArguments& a)
+        : a(a), column_threads(blockDim.x / unsigned(a.row_threads)), width(column_threads * kVector),
+          entries(kWantDb && a.dw && a.db ? 2 * width : width), stride(entries + 16 / int(sizeof(Compute))),
+          x_step(a.row_threads * a.x_row_stride), dy_step(a.row_threads * a.dy_row_stride) {}
+
+    // By all threads of column block `block`.
+    __device__ void sum(int block, Compute* shared) const {
+        for (int first = block * width; first < a.columns; first += a.column_blocks * width) {
+            sum_rows(first, shared);
+            __syncthreads();
+            add_threads(first, shared);
+            __syncthreads();
+        }
+    }
+
+private:
+    __device__ void sum_rows(int first_column, Compute* shared) const {
+        const int row_thread = threadIdx.x >> log2_of(column_threads), own = (threadIdx.x & (column_threads - 1)) * kVector;
+        ThreadSums sums;
+        if (const int column = first_column + own; column < a.columns) {
+            const X* x = a.x + row_thread * a.x_row_stride + column;
+            const Dy* dy = a.dy + row_thread * a.dy_row_stride + column;
+            for (int row = row_thread; row < a.rows; row += kBatch * a.row_threads) {
+                add_batch(sums, row, x, dy);
+                x += kBatch * x_step;
+                dy += kBatch * dy_step;
+            }
+        }
+        Compute* target = shared + row_thread * stride + own;
+        Packed<Compute, kVector> packed;
+        if (a.dw) {
+            packed.pack(sums.dw);
+            packed.store(target);
+            target += width;
+        }
+        if (kWantDb && a.db) {
+            packed.pack(sums.db);
+            packed.store(target);
+        }
+    }
+
+    __device__ void add_batch(ThreadSums& sums, int first_row, const X* x_at, const Dy* dy_at) const {
+        XVector x_packed[kBatch] = {};
+        DyVector dy_packed[kBatch] = {};
+        RowStatistics rows[kBatch] = {};
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            if (const int row = first_row + i * a.row_threads; row < a.rows) {
+                x_packed[i].load_read_only(x_at);
+                dy_packed[i].load_read_only(dy_at);
+                rows[i].rstd = __ldg(a.rstd + row);
+                if constexpr (kLayerNorm) rows[i].mean = __ldg(a.mean + row);
+            }
+            x_at += x_step;
+            dy_at += dy_step;
+        }
+        ThreadSums batch;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            Compute x[kVector], dy[kVector];
+            x_packed[i].unpack(x);
+            dy_packed[i].unpack(dy);
+#pragma unroll
+            for (int v = 0; v < kVector; ++v) {
+                batch.dw[v] += dy[v] * rows[i].centred(x[v]) * rows[i].rstd;
+                if constexpr (kWantDb) batch.db[v] += dy[v];
+            }
+        }
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) {
+            sums.dw[v] += batch.dw[v];
+            if constexpr (kWantDb) sums.db[v] += batch.db[v];
+        }
+    }
+
+    // `parts` lanes share a sum.
+    __device__ void add_threads(int first_column, const Compute* shared) const {
+        const int threads = 1 << log2_of(blockDim.x);  // a power of two of them
+        const int parts = entries >= threads ? 1 : minimum(32, threads >> log2_of(entries));
+        if (threadIdx.x >= threads) return;
+        for (int i = threadIdx.x; i < entries * parts; i += threads) {
+            const int entry = i >> log2_of(parts), column = first_column + (entry & (width - 1));
+            double sum = 0;
+#pragma unroll 4
+            for (int k = i & (parts - 1); k < a.row_threads; k += parts) sum += shared[k * stride + entry];
+            for (int distance = parts / 2; distance > 0; distance /= 2) {
+                sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+            }
+            if ((i & (parts - 1)) == 0 && column < a.columns) {
+                store_element(a.dw && entry < width ? a.dw : a.db, a.dw_code, column, sum);
+            }
+        }
+    }
+};
+
+// By all threads of column block `block`. Not in line: what row walkers begin with stays short, and they keep the registers
+// that they have.
+__device__ __noinline__ void sum_columns(ColumnArguments a, int block, Compute* shared) {
+    ColumnSlices(a).sum(block, shared);
+}
