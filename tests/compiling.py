@@ -38,7 +38,8 @@ REPORT = re.compile(
 
 
 class Spill(NamedTuple):
-    """Bytes that one kernel of a variant has on the stack, and that it writes and reads for lack of registers."""
+    """Bytes that one kernel of a variant, or a function that it calls, has on the stack, and that it writes and reads
+    for lack of registers."""
 
     architecture: str
     kernel: str
@@ -66,10 +67,14 @@ def compile_variant(capability: tuple[int, int], variant: Variant) -> tuple[list
     report = {match[1]: tuple(map(int, match.groups()[1:])) for match in REPORT.finditer(nvrtc.getProgramLog(program))}
     nvrtc.destroyProgram(program)
     missing = [f"{name}: no report of {kernel}" for kernel in variant.kernels if kernel not in report]
+    called = [numbers for function, numbers in report.items() if function not in variant.kernels]
+    worst = {
+        kernel: [max(each) for each in zip(report[kernel], *called)] for kernel in variant.kernels if kernel in report
+    }
     spills = [
-        Spill(architecture(capability), kernel, variant.definitions, *report[kernel])
-        for kernel in variant.kernels
-        if any(report.get(kernel, ()))
+        Spill(architecture(capability), kernel, variant.definitions, *numbers)
+        for kernel, numbers in worst.items()
+        if any(numbers)
     ]
     return spills, missing
 

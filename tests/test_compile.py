@@ -249,3 +249,18 @@ def test_the_check_sees_a_spill(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compile_variant((9, 0), Variant("local.cu", ("another",), ()))[1] == [
         "sm_90 local.cu : no report of another"
     ]
+
+
+def test_the_check_sees_a_spill_of_a_function_that_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+    __device__ __noinline__ int called(int* p, int i) {
+        volatile int a[1024];
+        for (int j = 0; j < 1024; ++j) a[j] = p[j];
+        return a[i];
+    }
+    extern "C" __global__ void caller(int* p, int i) { p[0] = called(p, i); }
+    """
+    monkeypatch.setattr(module, "source", lambda file_name, definitions: text)
+    (spill,), wrong = compile_variant((9, 0), Variant("caller.cu", ("caller",), ()))
+    assert not wrong
+    assert spill[:4] == ("sm_90", "caller", (), 4096)
