@@ -69,7 +69,9 @@ def compile_variant(capability: tuple[int, int], variant: Variant) -> tuple[list
     missing = [f"{name}: no report of {kernel}" for kernel in variant.kernels if kernel not in report]
     called = [numbers for function, numbers in report.items() if function not in variant.kernels]
     worst = {
-        kernel: [max(each) for each in zip(report[kernel], *called)] for kernel in variant.kernels if kernel in report
+        kernel: [max(each) for each in zip(report[kernel], *called, strict=True)]
+        for kernel in variant.kernels
+        if kernel in report
     }
     spills = [
         Spill(architecture(capability), kernel, variant.definitions, *numbers)

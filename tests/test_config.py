@@ -161,7 +161,7 @@ def test_no_more_walkers_than_rows(device):
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize(("x", "dy"), [*((x, x) for x in DTYPES), ("float64", "bfloat16"), ("float32", "float16")])
 def test_column_blocks_take_all_columns(device, x, dy, aligned):
-    """Each column once, by whole clusters that run beside the walkers, with room for what their threads add up."""
+    """By whole clusters that run beside the walkers, none of them idle, with room for what their threads add up."""
     found = 0
     for columns, rows, norm in product(COLUMNS, (1, 2, 60, 500), ("rmsnorm", "layernorm")):
         problem = backward(columns, x, dy, rows=rows, norm=norm)
@@ -180,8 +180,11 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned):
         width = config.vector_width(x, dy) if "VECTOR=1" in chosen.definitions else 1
         column_threads, left = divmod(chosen.threads, grid.row_threads)
         assert left == column_threads & (column_threads - 1) == 0  # ColumnSlices of column_blocks.cuh
-        turns = -(-columns // (column_threads * width * grid.column_blocks))
-        assert turns * -(-rows // grid.row_threads) <= config.COLUMN_BLOCK_ROWS
+        slices = -(-columns // (column_threads * width))
+        assert slices > grid.column_blocks - chosen.cluster, "a cluster of blocks without a column"
+        is_sector = column_threads * width * min(DTYPES[x].itemsize, DTYPES[dy].itemsize) == config.SECTOR_BYTES
+        most = config.COLUMN_BLOCK_ROWS_OF_SECTOR if is_sector else config.COLUMN_BLOCK_ROWS
+        assert -(-slices // grid.column_blocks) * -(-rows // grid.row_threads) <= most
         outputs = 2 if norm == "layernorm" else 1
         numbers = column_threads * width * outputs + 16 // config.compute_itemsize(x)
         assert grid.row_threads * numbers * config.compute_itemsize(x) <= chosen.shared_bytes
@@ -332,7 +335,7 @@ def test_steps_are_left_to_be_drawn_where_the_kernel_draws(norm, name, device):
 
 
 def test_long_launches_have_less_in_flight():
-    """float32 and float64, in vectors, of one type: a quarter of the rows, off 16 bytes or mixed changes nothing."""
+    """float32 and float64, in vectors, of one type; with few rows, off 16 bytes or of two types there is as much."""
     device = DEVICES["sm_90"]
     for columns, name, dy_name, aligned in (
         *((1024, "float32", "float32", True), (4096, "float32", "float32", True), (512, "float64", "float64", True)),
