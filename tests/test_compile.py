@@ -48,7 +48,7 @@ ALLOWED_SPILLS = (
         "backward_staged",
         None,
         ("LAYER_NORM=1", "WANT_DB=1", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
-        12,
+        20,
         "w, dw and db of 64 columns leave 63 registers. On an H200, 636x262144, bfloat16: LayerNorm 286 us, in two "
         "sweeps, which spill nothing, 575 us.",
     ),
@@ -75,25 +75,25 @@ ALLOWED_SPILLS = (
     ),
     Allowed(
         "backward_staged",
-        "sm_90",
-        ("LAYER_NORM=1", "X_TYPE=float32", "DY_TYPE=float64", "VECTOR=1", "COLUMNS_PER_THREAD=16", "CLUSTER=1"),
-        8,
-        "Of 128 registers, since its walkers keep pace. By the disassembly: two, set before the first row, read after "
-        "the last; not timed.",
-    ),
-    Allowed(
-        "backward_staged",
-        "sm_100",
-        ("LAYER_NORM=0", "X_TYPE=float32", "DY_TYPE=float64", "VECTOR=1", "COLUMNS_PER_THREAD=16", "CLUSTER=1"),
-        8,
-        "As on 9.0.",
-    ),
-    Allowed(
-        "backward_staged",
         "sm_100",
         ("LAYER_NORM=1", "DY_TYPE=float64", "VECTOR=1", "COLUMNS_PER_THREAD=16", "CLUSTER=1"),
-        16,
-        "As on 9.0, and one more, set before the first row and read once a row.",
+        8,
+        "By the disassembly: one of 128 registers, set before the first row, read before it and once a row; not timed.",
+    ),
+    Allowed(
+        "backward_staged",
+        "sm_90",
+        ("LAYER_NORM=1", "X_TYPE=float64", "DY_TYPE=float16", "VECTOR=1", "COLUMNS_PER_THREAD=8", "CLUSTER=1"),
+        124,
+        "In sum_columns, which holds four rows of 80 bytes in 128 registers; two would do. "
+        "Only where there is little data; not timed.",
+    ),
+    Allowed(
+        "backward_staged",
+        "sm_90",
+        ("LAYER_NORM=1", "X_TYPE=float64", "DY_TYPE=bfloat16", "VECTOR=1", "COLUMNS_PER_THREAD=8", "CLUSTER=1"),
+        132,
+        "As with dy in float16.",
     ),
     Allowed(
         "backward_direct",
