@@ -9,6 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from test_cuda_runtime import LENGTHS, rows_of
 
 from cupynorm.cuda import config
 from cupynorm.problem import NormProblem
@@ -189,6 +190,17 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned):
         numbers = column_threads * width * outputs + 16 // config.compute_itemsize(x)
         assert grid.row_threads * numbers * config.compute_itemsize(x) <= chosen.shared_bytes
     assert bool(found) == device.has_clusters
+
+
+def test_the_gpu_tests_have_launches_with_and_without_column_blocks():
+    """On an H200, whose clusters of two, four, … blocks are 66, 30, 15 and 7."""
+    device = DEVICES["sm_90"]
+    for columns, aligned in [*((n, True) for n in LENGTHS), *((n - 5, False) for n in LENGTHS if n < 10000)]:
+        for many in (False, True):
+            problem = backward(columns, "bfloat16", "bfloat16", rows=rows_of(columns, many))
+            chosen = config.backward_config(problem, aligned, device)
+            at_once = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}[chosen.cluster]
+            assert (config.grid(chosen, problem, at_once, device).column_blocks == 0) == many, (columns, many)
 
 
 def test_much_data_has_no_column_blocks(device):
