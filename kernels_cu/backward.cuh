@@ -48,7 +48,7 @@ struct BackwardArguments {
     const Compute* rstd;
     X* dx;                  // null: not wanted
     void *dw, *db;          // null: not wanted
-    Compute* dw_partials;   // a row of partial_row_stride(columns) for each block or cluster; null: dw itself is the only one
+    Compute* dw_partials;   // a row of partial_row_stride(columns) for each block or cluster; null: dw is the only one, or none
     Compute* db_partials;
     Sums<Compute>* sums;    // split route: rows × slabs
     Meeting* meeting;       // null: nothing to reduce, or column blocks, or one walker, whose partial row is the sum

@@ -9,8 +9,8 @@
 // sums per group. To memory: x, dy and dx once; one partial row of dw and db for each block or cluster, which the blocks
 // together add up in the end (reduction.cuh). Orders of sums: a row over a thread's columns, over its lanes by a butterfly,
 // over its warps and blocks likewise; a column over 16 rows (64 where a thread has many columns), over these in turn, over
-// the block's groups. Where there is little data, the last blocks of the grid sum dw and db (column_blocks.cuh), the others
-// find dx alone.
+// the block's groups. Where there is little data, the last blocks of the grid sum dw and db (column_blocks.cuh), and read x
+// and dy once more; the others write dx alone.
 //
 // What stands before the first copies is short (by stamps, a kernel's first instructions take long; perhaps they come from
 // memory), and what is waited for is asked for in the order in which it is needed.

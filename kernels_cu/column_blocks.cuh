@@ -1,12 +1,12 @@
 // dw and db where there is little data, by blocks of their own: these go down the columns, while row walkers, in the same
-// launch, find dx alone. x and dy are read twice, the second time mostly from the L2 cache, but no block waits for another,
+// launch, write dx alone (they sum, too, for nobody: without that they are no faster). x and dy are read twice, the second time mostly from the L2 cache, but no block waits for another,
 // and no partial row goes through memory.
 //
 // A block takes slices of columns, of one vector for each of its column threads, and all rows of these, shared out among
 // `row_threads`. Order of a column's sum: kBatch of a thread's rows in turn, these in turn; then, in float64, every n-th
 // thread in turn, and n lanes by a butterfly.
 //
-// Expects backward.cuh, and kThreadsAtOnce.
+// Expects backward.cuh.
 #pragma once
 
 // Of the arguments, what column blocks need: so few that they stay in registers.
@@ -16,7 +16,8 @@ struct ColumnArguments {
     const Compute *mean, *rstd;
     void *dw, *db;
     int64 x_row_stride, dy_row_stride;
-    int rows, columns, dw_code, row_threads, column_blocks;
+    int rows;  // few, for each thread has few
+    int columns, dw_code, row_threads, column_blocks;
 
     __device__ explicit ColumnArguments(const BackwardArguments& a)
         : x(a.x), dy(a.dy), mean(a.mean), rstd(a.rstd), dw(a.dw), db(a.db), x_row_stride(a.x_row_stride),
@@ -26,15 +27,15 @@ struct ColumnArguments {
 
 struct ColumnSlices {
     // Rows for which a thread waits together.
-    static constexpr int kBatch = sizeof(XVector) + sizeof(DyVector) <= 32 ? 8 : 4;
+    static constexpr int kBatch = sizeof(XVector) + sizeof(DyVector) <= 32 ? 8 : sizeof(XVector) <= 32 ? 4 : 2;
     struct ThreadSums {
         Compute dw[kVector] = {}, db[kVector] = {};
     };
 
     const ColumnArguments& a;
     int column_threads, width;  // of a slice; powers of two
-    int entries;                // sums of a slice
-    int stride;                 // from one thread's sums to the next in shared memory; the banks of neighbours differ
+    int entries;                // sums of a slice, dw and db together
+    int stride;                 // from one row thread's sums to the next in shared memory; the banks of neighbours differ
     int64 x_step, dy_step;      // from one of a thread's rows to the next
 
     __device__ explicit ColumnSlices(const ColumnArguments& a)
@@ -81,14 +82,14 @@ private:
     __device__ void add_batch(ThreadSums& sums, int first_row, const X* x_at, const Dy* dy_at) const {
         XVector x_packed[kBatch] = {};
         DyVector dy_packed[kBatch] = {};
-        RowStatistics rows[kBatch] = {};
+        RowStatistics statistics[kBatch] = {};
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             if (const int row = first_row + i * a.row_threads; row < a.rows) {
                 x_packed[i].load_read_only(x_at);
                 dy_packed[i].load_read_only(dy_at);
-                rows[i].rstd = __ldg(a.rstd + row);
-                if constexpr (kLayerNorm) rows[i].mean = __ldg(a.mean + row);
+                statistics[i].rstd = __ldg(a.rstd + row);
+                if constexpr (kLayerNorm) statistics[i].mean = __ldg(a.mean + row);
             }
             x_at += x_step;
             dy_at += dy_step;
@@ -101,7 +102,7 @@ private:
             dy_packed[i].unpack(dy);
 #pragma unroll
             for (int v = 0; v < kVector; ++v) {
-                batch.dw[v] += dy[v] * rows[i].centred(x[v]) * rows[i].rstd;
+                batch.dw[v] += dy[v] * statistics[i].centred(x[v]) * statistics[i].rstd;
                 if constexpr (kWantDb) batch.db[v] += dy[v];
             }
         }

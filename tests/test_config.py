@@ -203,6 +203,21 @@ def test_the_gpu_tests_have_launches_with_and_without_column_blocks():
             assert (config.grid(chosen, problem, at_once, device).column_blocks == 0) == many, (columns, many)
 
 
+@pytest.mark.parametrize("multiprocessors", [16, 36, 48, 70, 78, 108])
+def test_column_blocks_leave_walkers_enough(multiprocessors):
+    """Of a small device, or a part of a large one, not all are taken from those that walk along the rows."""
+    device = config.Device((9, 0), multiprocessors, 232448)
+    for columns, rows in product((128, 1024, 4096, 8192, 16384, 65536), (1, 8, 64, 400, 512)):
+        problem = backward(columns, "bfloat16", "bfloat16", rows=rows)
+        chosen = config.backward_config(problem, True, device)
+        for a_multiprocessor in (1, 2):
+            at_once = max(1, multiprocessors * a_multiprocessor // chosen.cluster)
+            found = config.grid(chosen, problem, at_once, device)
+            steps = -(-rows // chosen.groups)
+            if found.column_blocks:
+                assert found.walkers >= min(steps, multiprocessors // chosen.cluster * 3 // 7)
+
+
 def test_much_data_has_no_column_blocks(device):
     for columns in (128, 1024, 4096, 16384, 262144):
         problem = backward(columns, "bfloat16", "bfloat16", rows=100_000_000 // 6 // columns)

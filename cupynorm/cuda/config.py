@@ -91,10 +91,13 @@ STEP_COUNTERS_BYTES = STEP_COUNTERS * 128
 READ_ONCE_BYTES = (16 << 20, 50 << 20)
 # Where column blocks (column_blocks.cuh), at most so many, have at most so many rows for each of their threads, these
 # sum dw and db, and row walkers find dx alone. RMSNorm 64x1024 9.6 → 6.8 us, 1628x2560 17.3 → 14.6, LayerNorm 64x4096
-# 12.7 → 7.9, 339x12288 20.5 → 16.5. With data of 45 MB nearly all lengths lost, by up to half. A slice of columns is at
-# least a sector of memory wide; where it is no wider, reading costs more: RMSNorm, 4069x1024, with 32 rows a thread,
-# 15.5 → 16.2 us.
+# 12.7 → 7.9, 339x12288 20.5 → 16.5. With data of 45 MB nearly all lengths lost, so not where x, dy and dx take more
+# than what was measured. A slice of columns is at least a sector of memory wide; where it is no wider, reading costs
+# more: RMSNorm, 4069x1024, with 32 rows a thread, 15.5 → 16.2 us. Also off 16 bytes, with other types and without dx,
+# where it was not timed.
 COLUMN_BLOCKS = 64
+COLUMN_BLOCKS_BYTES = 26 << 20
+COLUMN_BLOCKS_WALKERS = 3 / 4  # at least so many for each cluster of column blocks; fewer blocks on a small device
 COLUMN_BLOCK_ROWS, COLUMN_BLOCK_ROWS_OF_SECTOR = 56, 16
 SECTOR_BYTES = 32
 COLUMN_BLOCKS_ONE_ROW = 4096  # from so many columns on one row alone gains: LayerNorm 7.6 → 6.9 us, of 1024 6.2 → 6.6
@@ -456,34 +459,38 @@ class Grid(NamedTuple):
 
 def grid(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> Grid:
     """`blocks_at_once` is how many blocks (clusters) the device holds at the same time."""
-    column_blocks, row_threads = _column_blocks(config, problem)
-    clusters = column_blocks // config.cluster
-    if not 0 < clusters < blocks_at_once:
-        return Grid(partial_rows(config, problem, blocks_at_once, device))
-    most = min(blocks_at_once, max(1, device.multiprocessors // config.cluster)) - clusters
-    walkers = min(_divide_up(problem.rows, config.groups), max(1, most)) if problem.want_dx else 0
-    return Grid(walkers, column_blocks, row_threads)
+    at_once = min(blocks_at_once, device.multiprocessors // config.cluster)
+    steps = _divide_up(problem.rows, config.groups)
+    for most in (COLUMN_BLOCKS, COLUMN_BLOCKS // 2, COLUMN_BLOCKS // 4):
+        column_blocks, row_threads = _column_blocks(config, problem, most)
+        clusters = column_blocks // config.cluster
+        walkers = min(steps, at_once - clusters)
+        if clusters and walkers >= min(steps, COLUMN_BLOCKS_WALKERS * clusters):
+            return Grid(walkers if problem.want_dx else 0, column_blocks, row_threads)
+    return Grid(partial_rows(config, problem, blocks_at_once, device))
 
 
-def _column_blocks(config: BackwardConfig, problem: NormProblem) -> tuple[int, int]:
+def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int) -> tuple[int, int]:
     """How many, in whole clusters, and how many of their threads share a column; 0, 0: none."""
+    if _data_bytes(problem) > COLUMN_BLOCKS_BYTES:
+        return 0, 0
     least_rows = 1 if problem.columns >= COLUMN_BLOCKS_ONE_ROW else 2
     if config.route != "staged" or not (problem.want_dw or problem.want_db) or problem.rows < least_rows:
         return 0, 0
     itemsize = min(problem.x_dtype.itemsize, ITEMSIZE[_name(problem.dy_dtype)])
     vector = 16 // itemsize if "VECTOR=1" in config.definitions else 1
     column_threads = SECTOR_BYTES // (itemsize * vector)
-    while _divide_up(problem.columns, column_threads * vector) > COLUMN_BLOCKS:
+    while _divide_up(problem.columns, column_threads * vector) > most:
         if config.threads % (2 * column_threads):
             break
         column_threads *= 2
     row_threads = config.threads // column_threads
     slices = _divide_up(problem.columns, column_threads * vector)
-    rows = _divide_up(problem.rows, row_threads) * _divide_up(slices, COLUMN_BLOCKS)
+    rows = _divide_up(problem.rows, row_threads) * _divide_up(slices, most)
     is_sector = column_threads * vector * itemsize == SECTOR_BYTES
     if rows > (COLUMN_BLOCK_ROWS_OF_SECTOR if is_sector else COLUMN_BLOCK_ROWS):
         return 0, 0
-    return _divide_up(min(slices, COLUMN_BLOCKS), config.cluster) * config.cluster, row_threads
+    return _divide_up(min(slices, most), config.cluster) * config.cluster, row_threads
 
 
 def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> int:
@@ -503,8 +510,13 @@ def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: i
 def reads_once(problem: NormProblem) -> bool:
     """Whether the staged kernels' reads of x and dy say that these need not stay in the L2 cache; dx always counts."""
     least, most = READ_ONCE_BYTES
+    return least <= _data_bytes(problem) <= most
+
+
+def _data_bytes(problem: NormProblem) -> int:
+    """Of x, dy and dx, whether it is wanted or not."""
     itemsizes = 2 * problem.x_dtype.itemsize + ITEMSIZE[_name(problem.dy_dtype)]
-    return least <= problem.rows * problem.columns * itemsizes <= most
+    return problem.rows * problem.columns * itemsizes
 
 
 def pace(config: BackwardConfig | ForwardConfig, rows: int, walkers: int) -> tuple[int, int]:

@@ -87,7 +87,7 @@ class Backward:
                 walkers,
                 row_threads or choose.reduction_row_threads(config.threads, blocks, walkers, problem),
                 config.groups,
-                choose.reads_once(problem) and not column_blocks,
+                choose.reads_once(problem) and not column_blocks,  # these read what the walkers have read
                 column_blocks,
                 *(choose.pace(config, problem.rows, walkers) if reduces else (0, 1)),
             )
