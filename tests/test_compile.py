@@ -81,21 +81,6 @@ ALLOWED_SPILLS = (
         "By the disassembly: one of 128 registers, set before the first row, read before it and once a row; not timed.",
     ),
     Allowed(
-        "backward_staged",
-        "sm_90",
-        ("LAYER_NORM=1", "X_TYPE=float64", "DY_TYPE=float16", "VECTOR=1", "COLUMNS_PER_THREAD=8", "CLUSTER=1"),
-        124,
-        "In sum_columns, which holds four rows of 80 bytes in 128 registers; two would do. "
-        "Only where there is little data; not timed.",
-    ),
-    Allowed(
-        "backward_staged",
-        "sm_90",
-        ("LAYER_NORM=1", "X_TYPE=float64", "DY_TYPE=bfloat16", "VECTOR=1", "COLUMNS_PER_THREAD=8", "CLUSTER=1"),
-        132,
-        "As with dy in float16.",
-    ),
-    Allowed(
         "backward_direct",
         "sm_75",
         ("LAYER_NORM=0", "X_TYPE=float32", "DY_TYPE=float32", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),
