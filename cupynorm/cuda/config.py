@@ -465,7 +465,9 @@ def grid(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, devi
         column_blocks, row_threads = _column_blocks(config, problem, most)
         clusters = column_blocks // config.cluster
         walkers = min(steps, at_once - clusters)
-        if clusters and walkers >= min(steps, COLUMN_BLOCKS_WALKERS * clusters):
+        if not clusters:
+            break
+        if walkers >= min(steps, COLUMN_BLOCKS_WALKERS * clusters):
             return Grid(walkers if problem.want_dx else 0, column_blocks, row_threads)
     return Grid(partial_rows(config, problem, blocks_at_once, device))
 
