@@ -1,6 +1,6 @@
 // dw and db where there is little data, by blocks of their own: these go down the columns, while row walkers, in the same
-// launch, write dx alone (they sum, too, for nobody: without that they are no faster). x and dy are read twice, the second time mostly from the L2 cache, but no block waits for another,
-// and no partial row goes through memory.
+// launch, write dx alone. (These sum, too, for nobody: without that they are no faster.) x and dy are read twice, the second
+// time mostly from the L2 cache, but no block waits for another, and no partial row goes through memory.
 //
 // A block takes slices of columns, of one vector for each of its column threads, and all rows of these, shared out among
 // `row_threads`. Order of a column's sum: kBatch of a thread's rows in turn, these in turn; then, in float64, every n-th

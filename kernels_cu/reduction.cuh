@@ -140,17 +140,15 @@ template <class C> struct Output {
         : partials(a.dw && !second ? a.dw_partials : a.db_partials), target(a.dw && !second ? a.dw : a.db) {}
 };
 
-// One slice: columns from `first_column` on, as many as the block's threads take. `scratch` has room for 32 bytes a thread.
-template <int kBatch, class Arguments, class C>
-__device__ void reduce_slice(const Arguments& a, const Output<C>& output, int first_column, int threads, double* scratch) {
-    // All of these are powers of two: shifts and masks, not divisions.
-    const int column_threads = threads >> log2_of(a.row_threads), slice_columns = column_threads * kReductionRun;
-    const int row_thread = threadIdx.x >> log2_of(column_threads);
+// A slice's columns, of whose sums each thread has a part: these are added up and stored, by all threads of the block.
+// `scratch` has room for 32 bytes a thread.
+template <class C, class Arguments>
+__device__ void add_row_threads(double (&sums)[kReductionRun], const Arguments& a, const Output<C>& output, int first_column,
+                                int column_threads, double* scratch) {
+    const int slice_columns = column_threads * kReductionRun, row_thread = threadIdx.x >> log2_of(column_threads);
     const int own = (threadIdx.x & (column_threads - 1)) * kReductionRun;
     const int lane_rows = column_threads < 32 ? 32 >> log2_of(column_threads) : 1;  // of which one goes on
-    if (threadIdx.x < threads) {
-        double sums[kReductionRun] = {};
-        if (first_column + own < a.columns) add_partials<kBatch>(sums, a, output.partials + first_column + own, row_thread);
+    if (row_thread < a.row_threads) {
         for (int distance = 16; distance >= column_threads; distance /= 2) {
 #pragma unroll
             for (int j = 0; j < kReductionRun; ++j) sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], distance);
@@ -210,26 +208,28 @@ __device__ void reduce_partials(const Arguments& a, const Attendance& attendance
     }
     const Crew crew = meet(*a.meeting, attendance);
     if (crew.size == 0) return;
-    const int outputs = a.dw && a.db ? 2 : 1;
-    if (a.row_threads == 1) {  // each thread for itself
-        const int runs = (a.columns + kReductionRun - 1) / kReductionRun;
-        for (int i = crew.rank * blockDim.x + threadIdx.x; i < runs * outputs; i += crew.size * blockDim.x) {
-            const Output<C> output(a, i >= runs);
-            const int first_column = (i < runs ? i : i - runs) * kReductionRun;
-            double sums[kReductionRun] = {};
-            add_partials<kBatch>(sums, a, output.partials + first_column, 0);
+    // A slice is what a block's threads take at a time or, where no threads share a column, what each of them does. All of
+    // these are powers of two: shifts and masks, not divisions.
+    const bool alone = a.row_threads == 1;
+    const int column_threads = alone ? 1 : (1 << log2_of(blockDim.x)) >> log2_of(a.row_threads);
+    const int slice_columns = column_threads * kReductionRun;
+    const int slices = (a.columns + slice_columns - 1) >> log2_of(slice_columns), outputs = a.dw && a.db ? 2 : 1;
+    const int row_thread = alone ? 0 : threadIdx.x >> log2_of(column_threads);
+    const int own = (threadIdx.x & (column_threads - 1)) * kReductionRun;
+    const int first = alone ? crew.rank * blockDim.x + threadIdx.x : crew.rank;
+    for (int i = first; i < slices * outputs; i += alone ? crew.size * blockDim.x : crew.size) {
+        const Output<C> output(a, i >= slices);
+        const int first_column = (i < slices ? i : i - slices) * slice_columns;
+        double sums[kReductionRun] = {};
+        if (row_thread < a.row_threads && first_column + own < a.columns) {  // some threads may be left over
+            add_partials<kBatch>(sums, a, output.partials + first_column + own, row_thread);
+        }
+        if (alone) {
             for (int j = 0; j < minimum(kReductionRun, a.columns - first_column); ++j) {
                 store_element(output.target, a.dw_code, first_column + j, sums[j]);
             }
-        }
-    } else {
-        const int threads = 1 << log2_of(blockDim.x);  // a power of two of them
-        const int slice_columns = (threads >> log2_of(a.row_threads)) * kReductionRun;
-        const int slices = (a.columns + slice_columns - 1) >> log2_of(slice_columns);
-        for (int i = crew.rank; i < slices * outputs; i += crew.size) {
-            const Output<C> output(a, i >= slices);
-            const int first_column = (i < slices ? i : i - slices) * slice_columns;
-            reduce_slice<kBatch>(a, output, first_column, threads, static_cast<double*>(shared));
+        } else {
+            add_row_threads(sums, a, output, first_column, column_threads, static_cast<double*>(shared));
         }
     }
 }

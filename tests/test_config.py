@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from test_cuda_runtime import LENGTHS, rows_of
+from test_promises import concurrent_cases, containment_cases
 
 from cupynorm.cuda import config
 from cupynorm.problem import NormProblem
@@ -177,19 +178,53 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned):
         assert grid.column_blocks % chosen.cluster == 0
         assert grid.walkers + grid.column_blocks // chosen.cluster <= at_once
         assert 1 <= grid.walkers <= -(-rows // chosen.groups)
-        assert config.grid(chosen, replace(problem, want_dx=False), at_once, device) == grid._replace(walkers=0)
         width = config.vector_width(x, dy) if "VECTOR=1" in chosen.definitions else 1
         column_threads, left = divmod(chosen.threads, grid.row_threads)
         assert left == column_threads & (column_threads - 1) == 0  # ColumnSlices of column_blocks.cuh
         slices = -(-columns // (column_threads * width))
         assert slices > grid.column_blocks - chosen.cluster, "a cluster of blocks without a column"
-        is_sector = column_threads * width * min(DTYPES[x].itemsize, DTYPES[dy].itemsize) == config.SECTOR_BYTES
-        most = config.COLUMN_BLOCK_ROWS_OF_SECTOR if is_sector else config.COLUMN_BLOCK_ROWS
+        sectors = column_threads * width * min(DTYPES[x].itemsize, DTYPES[dy].itemsize) // config.SECTOR_BYTES
+        most = config.COLUMN_BLOCK_ROWS[norm == "layernorm" or x != dy][min(sectors, 3) - 1]
         assert -(-slices // grid.column_blocks) * -(-rows // grid.row_threads) <= most
         outputs = 2 if norm == "layernorm" else 1
         numbers = column_threads * width * outputs + 16 // config.compute_itemsize(x)
         assert grid.row_threads * numbers * config.compute_itemsize(x) <= chosen.shared_bytes
     assert bool(found) == device.has_clusters
+
+
+@pytest.mark.parametrize(
+    ("norm", "rows", "columns", "at_once", "expected"),
+    [
+        ("rmsnorm", 1017, 4096, 132, (68, 64, 32)),
+        ("layernorm", 1017, 4096, 132, (100, 32, 16)),  # half as many
+        ("layernorm", 1356, 3072, 264, (168, 96, 32)),  # of 128 threads, two on a multiprocessor
+        ("layernorm", 407, 10240, 132, (92, 80, 8)),  # the same, in clusters of two
+        ("layernorm", 48, 3072, 264, (48, 48, 16)),  # with few rows one on each
+        ("rmsnorm", 127, 32768, 30, (22, 32, 2)),
+        ("rmsnorm", 64, 65536, 15, (7, 64, 2)),  # larger clusters: not half as many
+        ("layernorm", 16, 262144, 7, (3, 64, 1)),
+        ("rmsnorm", 4069, 1024, 132, (132, 0, 0)),
+        ("layernorm", 3255, 1280, 132, (132, 0, 0)),
+    ],
+)
+def test_column_blocks_of_an_h200(norm, rows, columns, at_once, expected):
+    """What config.py says was measured for; `at_once` is what the driver says of these kernels."""
+    problem = backward(columns, "bfloat16", "bfloat16", rows=rows, norm=norm)
+    chosen = config.backward_config(problem, True, DEVICES["sm_90"])
+    assert config.grid(chosen, problem, at_once, DEVICES["sm_90"]) == expected
+
+
+def test_column_blocks_without_dx():
+    """No walkers, and in small clusters twice as many, with fewer rows of each thread."""
+    device = DEVICES["sm_90"]
+    for rows, columns, at_once, expected in (
+        (254, 16384, 66, (0, 128, 16)),
+        (64, 65536, 15, (0, 64, 2)),
+        (4069, 1024, 132, (132, 0, 0)),
+    ):
+        problem = replace(backward(columns, "bfloat16", "bfloat16", rows=rows), want_dx=False)
+        chosen = config.backward_config(problem, True, device)
+        assert config.grid(chosen, problem, at_once, device) == expected
 
 
 def test_the_gpu_tests_have_launches_with_and_without_column_blocks():
@@ -201,6 +236,23 @@ def test_the_gpu_tests_have_launches_with_and_without_column_blocks():
             chosen = config.backward_config(problem, aligned, device)
             at_once = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}[chosen.cluster]
             assert (config.grid(chosen, problem, at_once, device).column_blocks == 0) == many, (columns, many)
+
+
+def test_nan_and_threads_are_tried_with_and_without_column_blocks():
+    """The cases of test_promises.py."""
+    device = DEVICES["sm_90"]
+
+    def kinds(cases):
+        for case in cases:
+            problem = backward(case.columns, case.x, case.dy, rows=case.rows, norm=case.norm)
+            chosen = config.backward_config(problem, case.columns * DTYPES[case.x].itemsize % 16 == 0, device)
+            at_once = {1: 132 * max(1, 256 // chosen.threads), 2: 66, 4: 30, 8: 15, 16: 7}[chosen.cluster]
+            yield case.columns, case.norm, config.grid(chosen, problem, at_once, device).column_blocks > 0
+
+    found = list(kinds(containment_cases("cupy")))
+    for columns, norm, _ in found:
+        assert {(columns, norm, True), (columns, norm, False)} <= set(found), (columns, norm)
+    assert {with_blocks for *_, with_blocks in kinds(concurrent_cases())} == {True, False}
 
 
 @pytest.mark.parametrize("multiprocessors", [16, 36, 48, 70, 78, 108])

@@ -20,7 +20,7 @@ import cupynorm
 from cupynorm import dispatch, dlpack, problem
 from cupynorm.cuda import config
 
-ROWS, COLUMNS = 4000, 1024  # so many rows that blocks meet
+ROWS, COLUMNS = 7000, 1024  # so many rows that blocks meet
 Call = dict[str, Any]
 
 
@@ -336,7 +336,7 @@ def test_column_blocks_need_no_memory(device: FakeDevice, mask: tuple[bool, ...]
 @pytest.mark.parametrize(("w_dtype", "apart"), [("float32", False), ("float16", True)])
 def test_one_walker_meets_nobody(device: FakeDevice, w_dtype: str, apart: bool) -> None:
     """Its partial row is dw, or lies in the workspace where dw has another type; more walkers meet."""
-    for rows, meet, partials in ((1, False, apart), (4096, True, True)):
+    for rows, meet, partials in ((1, False, apart), (ROWS, True, True)):
         call = call_of(device, "rmsnorm", rows=rows)
         backward("rmsnorm", call | {"w": device.array((COLUMNS,), w_dtype)})
         fields = device.launched[-1].fields()
@@ -394,7 +394,8 @@ def test_walkers_of_a_long_backward_call_keep_pace(
     device: FakeDevice, norm: str, columns: int, counters: int, keeps: bool
 ) -> None:
     """Where the kernels were compiled to. There is nothing to count in where blocks do not meet."""
-    for rows, sums, paced in ((4000, True, False), (120_000, True, keeps), (120_000, False, False)):
+    meeting = 42_000_000 // (6 * columns)
+    for rows, sums, paced in ((meeting, True, False), (120_000, True, keeps), (120_000, False, False)):
         x, dy = (device.array((rows, columns), "float16") for _ in range(2))
         statistics = [device.array((rows,))] * (2 if norm == "layernorm" else 1)
         mask = (True, sums) if norm == "rmsnorm" else (True, sums, sums)

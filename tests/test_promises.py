@@ -141,7 +141,7 @@ def containment_cases(backend: str) -> list[Case]:
     """33 rows: more than one for a worker; lengths on each route of the GPU, one of them odd. There also so many that
     no column blocks sum dw and db."""
     lengths = ((96, "bfloat16"), (1001, "float16"), (4097, "float32"), (12288, "bfloat16"), (50000, "bfloat16"))
-    many = zip((5000, 600, 300, 600, 120), lengths, strict=True) if backend == "cupy" else ()
+    many = zip((12000, 900, 300, 600, 150), lengths, strict=True) if backend == "cupy" else ()
     return [
         Case(norm, rows, columns, x, "float32", x)
         for (rows, (columns, x)), norm in itertools.product((*((33, length) for length in lengths), *many), NORMS)
@@ -193,7 +193,7 @@ def test_an_infinite_element_makes_rstd_zero(xp: Any, columns: int) -> None:
 
 
 def concurrent_cases() -> list[Case]:
-    sizes = ((3000, 256), (3, 4097), (133, 1024), (31, 12288), (4096, 64), (2, 65536), (2100, 500), (1, 32768))
+    sizes = ((9000, 256), (3, 4097), (133, 1024), (31, 12288), (4096, 64), (2, 65536), (3000, 500), (1, 32768))
     return [
         Case(norm, rows, columns, x, "float32", x)
         for (rows, columns), norm, x in zip(sizes, 4 * NORMS, 2 * tuple(DTYPES), strict=True)

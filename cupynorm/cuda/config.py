@@ -78,7 +78,8 @@ FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 FORWARD_COLUMNS_PER_THREAD = {"rmsnorm": (24, 32, 40), "layernorm": (24, 32, 40, 48, 64)}
 SPLIT_THREADS = 256
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
-FEW_ROWS_A_WALKER = 4  # one walker on a multiprocessor then beats two: LayerNorm, 1017x4096, 19.7 us, 21.0 with two
+# One walker on a multiprocessor then beats two: LayerNorm, 1017x4096, where walkers met, 19.7 us, 21.0 with two.
+FEW_ROWS_A_WALKER = 4
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 WORKSPACE_BYTES = 64 << 20
 KEPT_BYTES = 16 << 20  # of workspace, for each stream; a call that needs more allocates its own
@@ -86,20 +87,32 @@ KEPT_COUNTER_BYTES = 64 << 10  # of these, for meetings of up to 8000 blocks
 STEP_COUNTERS = 4  # kStepCounters of counters.cuh
 STEP_COUNTERS_BYTES = STEP_COUNTERS * 128
 # Where x, dy and dx together take at least the first and at most the second, x and dy are read so that they leave the
-# L2 cache first. RMSNorm, 25 MB: N=1024 15.8 → 15.3 us, 4096 16.7 → 16.1, 65536 18.4 → 17.9; 50 MB, N=16384 24.2 →
-# 23.2. With 10 MB it gains nothing, with 75 MB little, and with 1 GB it takes 3 to 13% longer.
+# L2 cache first, but not beside column blocks. RMSNorm, 25 MB, N=1024 15.8 → 15.3 us; 50 MB, N=16384 24.2 → 23.2. With
+# 10 MB it gained nothing, with 75 MB little, and with 1 GB it took 3 to 13% longer.
 READ_ONCE_BYTES = (16 << 20, 50 << 20)
-# Where column blocks (column_blocks.cuh), at most so many, have at most so many rows for each of their threads, these
-# sum dw and db, and row walkers find dx alone. RMSNorm 64x1024 9.6 → 6.8 us, 1628x2560 17.3 → 14.6, LayerNorm 64x4096
-# 12.7 → 7.9, 339x12288 20.5 → 16.5. With data of 45 MB nearly all lengths lost, so not where x, dy and dx take more
-# than what was measured. A slice of columns is at least a sector of memory wide; where it is no wider, reading costs
-# more: RMSNorm, 4069x1024, with 32 rows a thread, 15.5 → 16.2 us. Also off 16 bytes, with other types and without dx,
-# where it was not timed.
-COLUMN_BLOCKS = 64
-COLUMN_BLOCKS_BYTES = 26 << 20
-COLUMN_BLOCKS_WALKERS = 3 / 4  # at least so many for each cluster of column blocks; fewer blocks on a small device
-COLUMN_BLOCK_ROWS, COLUMN_BLOCK_ROWS_OF_SECTOR = 56, 16
+# Where x, dy and dx take at most so many bytes, and column blocks (column_blocks.cuh) at most so many rows for each of
+# their threads, these sum dw and db, and row walkers find dx alone. By whether db is summed; rows also by the sectors
+# of memory that a slice of columns is wide: one, two, or more. RMSNorm, 64x1024 9.6 → 6.8 us, 1628x2560 17.7 → 14.8;
+# LayerNorm, 64x4096 12.7 → 7.9, 407x10240 21.8 → 15.8. Beyond these limits some lengths lost: RMSNorm, 36 MB, N=131072
+# 9%, 4069x1024, with 32 rows of a sector, 1%; LayerNorm, 3255x1280, with 51 of two, 6%, without db, 31 MB, N=16384 8%.
+COLUMN_BLOCKS_BYTES = {
+    False: {"rmsnorm": 32 << 20, "layernorm": 24 << 20},
+    True: {"rmsnorm": 36 << 20, "layernorm": 36 << 20},
+}
+COLUMN_BLOCK_ROWS = {False: (30, 52, 76), True: (44, 48, 72)}
+COLUMN_BLOCK_ROWS_ALONE = (20, 22, 40)  # without dx: 25 MB, N=1024, with 32 rows of a sector, 15.2 → 17.0 us
+COLUMN_BLOCK_LARGE_ROW = 4 / 3  # what a row of a larger type counts: float32, 25 MB, N=65536, 64 rows, 17.9 → 20.1 us
 SECTOR_BYTES = 32
+# So many column blocks, of 256 threads, or twice as many of 128. On a small device fewer, so that at least so many
+# walkers are left for each cluster of them; without dx, in small clusters, twice as many: LayerNorm, 814x5120 17.8 →
+# 14.4 us.
+COLUMN_BLOCKS = 64
+COLUMN_BLOCKS_WALKERS = 3 / 4
+# Half as many where more walkers have something to do, by the blocks of a cluster, with at most so many rows, without
+# and with db: 25 MB, LayerNorm, N=4096 16.1 → 15.6 us, 32768 19.2 → 17.0; RMSNorm, 12 MB, 4096 10.7 → 10.3, 25 MB 15.0
+# → 15.4, but 32768 17.6 → 15.6. Larger clusters lost (LayerNorm, 25 MB, N=131072 21.2 → 26.1), as did larger types and
+# slices of two sectors; off 16 bytes LayerNorm, 61x8191, by 15%.
+HALF_COLUMN_BLOCKS_ROWS = {1: (50, 64), 2: (50, 64), 4: (64, 64)}
 COLUMN_BLOCKS_ONE_ROW = 4096  # from so many columns on one row alone gains: LayerNorm 7.6 → 6.9 us, of 1024 6.2 → 6.6
 ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction
 REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
@@ -413,8 +426,8 @@ def _takes_part(x: str, held: tuple[int, int]) -> bool:
 def _block_threads(x: str, vector: bool, per_thread: int) -> int:
     """Of a block with several groups: as many as there may be, for fewer partial rows of dw and db, and one ring.
 
-    RMSNorm, N=4096, 25 MB: 17.4 us with four warps, 16.9 with eight; LayerNorm 19.5 and 18.6. But half as many where
-    all would wait for each other's copies (staged.cuh: a team is then a whole block).
+    RMSNorm, N=4096, 25 MB, where walkers met: 17.4 us with four warps, 16.9 with eight; LayerNorm 19.5 and 18.6. But
+    half as many where all would wait for each other's copies (staged.cuh: a team is then a whole block).
     """
     teams = vector and per_thread * compute_itemsize(x) >= 128
     return STAGED_MAX_THREADS if teams or per_thread == columns_per_thread(x) else STAGED_MAX_THREADS // 2
@@ -457,42 +470,80 @@ class Grid(NamedTuple):
     row_threads: int = 0  # of a column block, that share a column
 
 
+class _ColumnBlocks(NamedTuple):
+    blocks: int  # in whole clusters
+    row_threads: int
+    rows: float  # of each thread, as they count
+    sectors: int  # that a slice is wide
+
+
 def grid(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> Grid:
     """`blocks_at_once` is how many blocks (clusters) the device holds at the same time."""
-    at_once = min(blocks_at_once, device.multiprocessors // config.cluster)
     steps = _divide_up(problem.rows, config.groups)
+    # Blocks of at most 256 threads together on a multiprocessor, where there is a step for all.
+    together = _divide_up(blocks_at_once * config.cluster, device.multiprocessors)
+    together = min(together, max(1, STAGED_MAX_THREADS // config.threads))
+    if steps * config.cluster <= device.multiprocessors:
+        together = 1
+
+    def walkers_beside(columns: _ColumnBlocks, most: int) -> int:
+        blocks = device.multiprocessors * (together if columns.blocks > most else 1)
+        return min(steps, min(blocks_at_once, blocks // config.cluster) - columns.blocks // config.cluster)
+
+    if not problem.want_dx:
+        if columns := _column_blocks(config, problem, COLUMN_BLOCKS * together * (2 if config.cluster <= 2 else 1)):
+            return Grid(0, columns.blocks, columns.row_threads)
+        return Grid(partial_rows(config, problem, blocks_at_once, device))
     for most in (COLUMN_BLOCKS, COLUMN_BLOCKS // 2, COLUMN_BLOCKS // 4):
-        column_blocks, row_threads = _column_blocks(config, problem, most)
-        clusters = column_blocks // config.cluster
-        walkers = min(steps, at_once - clusters)
-        if not clusters:
+        columns = _column_blocks(config, problem, most * together)
+        if columns is None:
             break
-        if walkers >= min(steps, COLUMN_BLOCKS_WALKERS * clusters):
-            return Grid(walkers if problem.want_dx else 0, column_blocks, row_threads)
+        walkers = walkers_beside(columns, most)
+        if walkers < steps and together == 1 and (half := _half_as_many_column_blocks(config, problem, most // 2)):
+            columns, walkers = half, walkers_beside(half, most)
+        if walkers >= min(steps, COLUMN_BLOCKS_WALKERS * (columns.blocks // config.cluster)):
+            return Grid(walkers, columns.blocks, columns.row_threads)
     return Grid(partial_rows(config, problem, blocks_at_once, device))
 
 
-def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int) -> tuple[int, int]:
-    """How many, in whole clusters, and how many of their threads share a column; 0, 0: none."""
-    if _data_bytes(problem) > COLUMN_BLOCKS_BYTES:
-        return 0, 0
+def _half_as_many_column_blocks(config: BackwardConfig, problem: NormProblem, most: int) -> _ColumnBlocks | None:
+    x, dy = problem.x_dtype.itemsize, ITEMSIZE[_name(problem.dy_dtype)]
+    most_rows = HALF_COLUMN_BLOCKS_ROWS.get(config.cluster)
+    if most_rows is None or x != 2 or dy != 2 or "VECTOR=1" not in config.definitions:
+        return None
+    found = _column_blocks(config, problem, most)
+    if found is None or found.sectors <= 2 or found.blocks < most or found.rows > most_rows[_sums_db(problem)]:
+        return None
+    return found
+
+
+def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int) -> _ColumnBlocks | None:
+    """At most so many; None where they are not worth it."""
+    db = _sums_db(problem)
+    if config.route != "staged" or _data_bytes(problem) > COLUMN_BLOCKS_BYTES[db][problem.norm]:
+        return None
     least_rows = 1 if problem.columns >= COLUMN_BLOCKS_ONE_ROW else 2
-    if config.route != "staged" or not (problem.want_dw or problem.want_db) or problem.rows < least_rows:
-        return 0, 0
-    itemsize = min(problem.x_dtype.itemsize, ITEMSIZE[_name(problem.dy_dtype)])
+    if not (problem.want_dw or problem.want_db) or problem.rows < least_rows:
+        return None
+    x, dy = problem.x_dtype.itemsize, ITEMSIZE[_name(problem.dy_dtype)]
+    itemsize = min(x, dy)
     vector = 16 // itemsize if "VECTOR=1" in config.definitions else 1
     column_threads = SECTOR_BYTES // (itemsize * vector)
     while _divide_up(problem.columns, column_threads * vector) > most:
         if config.threads % (2 * column_threads):
             break
         column_threads *= 2
-    row_threads = config.threads // column_threads
     slices = _divide_up(problem.columns, column_threads * vector)
-    rows = _divide_up(problem.rows, row_threads) * _divide_up(slices, most)
-    is_sector = column_threads * vector * itemsize == SECTOR_BYTES
-    if rows > (COLUMN_BLOCK_ROWS_OF_SECTOR if is_sector else COLUMN_BLOCK_ROWS):
-        return 0, 0
-    return _divide_up(min(slices, most), config.cluster) * config.cluster, row_threads
+    row_threads = config.threads // column_threads
+    row = _divide_up(x + dy, 2 * itemsize) if x != dy else 1 if itemsize == 2 else COLUMN_BLOCK_LARGE_ROW
+    found = _ColumnBlocks(
+        blocks=_divide_up(min(slices, most), config.cluster) * config.cluster,
+        row_threads=row_threads,
+        rows=_divide_up(problem.rows, row_threads) * _divide_up(slices, most) * row,
+        sectors=column_threads * vector * itemsize // SECTOR_BYTES,
+    )
+    most_rows = COLUMN_BLOCK_ROWS[db] if problem.want_dx else COLUMN_BLOCK_ROWS_ALONE
+    return found if found.rows <= most_rows[min(found.sectors, 3) - 1] else None
 
 
 def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> int:
