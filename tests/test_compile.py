@@ -48,15 +48,16 @@ ALLOWED_SPILLS = (
         "backward_staged",
         None,
         ("LAYER_NORM=1", "WANT_DB=1", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
-        20,
-        "w, dw and db of 64 columns leave 63 registers. On an H200, 636x262144, bfloat16: LayerNorm 286 us, in two "
-        "sweeps, which spill nothing, 575 us.",
+        28,
+        "w, dw and db of 64 columns leave 63 registers. On an H200, 636x262144, bfloat16: LayerNorm 286 us with 20 bytes "
+        "spilled, in two sweeps, which spill nothing, 575 us. Of the other eight bytes four are written and read once a "
+        "call, four read once a row.",
     ),
     Allowed(
         "backward_staged",
         None,
         ("LAYER_NORM=0", "WANT_DB=1", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
-        20,
+        24,
         "As LayerNorm; not timed on its own.",
     ),
     Allowed(
