@@ -76,11 +76,12 @@ constexpr int kThreadsAtOnce = kColumnsPerThread == 24 && (sizeof(X) < 4 || !kWa
                                : !kWholeWarps && __CUDA_ARCH__ < (kVector > 1 ? 1200 : 1000) ? 512 : kMaxThreads;
 
 // Whether the partial row is on its way before the last of the block's dx, which is written meanwhile: 25 MB, with 16384
-// columns, took 16.8 us so, 17.7 us otherwise, LayerNorm 20.4 and 21.8; with 1024, 15.9 and 16.2, with 7168, 16.7 and 17.1; 100
+// columns, took 16.8 us so, 17.7 us otherwise, LayerNorm 20.4 and 21.8; with 1024, 15.9 and 16.2 (before column blocks); 100
 // MB, 4069x4096 off 16 bytes, 36.1 us and 36.8. Not with db, without clusters: of 32 columns the compiler loses more, 254
-// registers, not 218, as it does of single columns: 16650x1001, LayerNorm, 41 us as it is, 44 us so. Nor single columns in
-// parts of a warp: N=129, 64.9 us as it is, 66.2 so.
-constexpr bool kPublishesInLoop = kVector > 1 ? kClustered || !kWantDb : kWholeWarps && !kWantDb;
+// registers, not 218, as it does of single columns: 16650x1001, LayerNorm, 41 us as it is, 44 us so. Nor with db of 64
+// columns, which then spill more: LayerNorm, N=262144, 100 MB 52.9 us as it is, 53.1 so, 1 GB 281 and 309. Nor single
+// columns in parts of a warp: N=129, 64.9 us as it is, 66.2 so.
+constexpr bool kPublishesInLoop = kVector > 1 ? (kClustered && !kManyColumns) || !kWantDb : kWholeWarps && !kWantDb;
 
 // With db not where it lost, nor with types of two sizes, where it was not timed: LayerNorm, 1 GB, 3072 columns 245 → 265 us,
 // 65536 249 → 268, 1024 to 8192 within 1%.

@@ -762,7 +762,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
     for norm, x, dy, want_db, vector in product(
         ("rmsnorm", "layernorm"), FLOAT_NAMES, FLOAT_NAMES, (False, True), (False, True)
     ):
-        if x != dy and not want_db:
+        # RMSNorm has no db; where types differ, kernels sum it in any case.
+        if want_db < (x != dy) or want_db > (norm == "layernorm" or x != dy):
             continue
         definitions = _backward_definitions(norm, x, dy, want_db, vector)
         for threads in DIRECT_MAX_THREADS[vector][: 1 if device.has_clusters else None]:
