@@ -1,6 +1,7 @@
-// dw and db where there is little data, by blocks of their own: these go down the columns, while row walkers, in the same
-// launch, write dx alone. (These sum, too, for nobody: without that they are no faster.) x and dy are read twice, the second
-// time mostly from the L2 cache, but no block waits for another, and no partial row goes through memory.
+// dw and db where there is little data, by blocks of their own: these go down the columns, while row walkers, if dx is
+// wanted, write that alone in the same launch. (These sum, too, for nobody: without that they are no faster.) Then x and dy
+// are read twice, the second time mostly from the L2 cache, but no block waits for another, and no partial row goes through
+// memory.
 //
 // A block takes slices of columns, of one vector for each of its column threads, and all rows of these, shared out among
 // `row_threads`. Order of a column's sum: kBatch of a thread's rows in turn, these in turn; then, in float64, every n-th

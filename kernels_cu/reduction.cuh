@@ -208,8 +208,8 @@ __device__ void reduce_partials(const Arguments& a, const Attendance& attendance
     }
     const Crew crew = meet(*a.meeting, attendance);
     if (crew.size == 0) return;
-    // A slice is what a block's threads take at a time or, where no threads share a column, what each of them does. All of
-    // these are powers of two: shifts and masks, not divisions.
+    // A slice is what a block's threads take at a time or, where no threads share a column, what each of them takes: of a
+    // power of two of threads and columns, so that shifts and masks do for divisions.
     const bool alone = a.row_threads == 1;
     const int column_threads = alone ? 1 : (1 << log2_of(blockDim.x)) >> log2_of(a.row_threads);
     const int slice_columns = column_threads * kReductionRun;

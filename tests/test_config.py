@@ -192,39 +192,65 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned):
     assert bool(found) == device.has_clusters
 
 
+ON_H200 = [
+    # norm, rows, columns, x, dy, aligned, what the driver says of these kernels, walkers, column blocks, row threads
+    ("rmsnorm", 1017, 4096, "bfloat16", "bfloat16", True, 132, (68, 64, 32)),
+    ("layernorm", 1017, 4096, "bfloat16", "bfloat16", True, 132, (100, 32, 16)),  # half as many
+    ("layernorm", 63, 4096, "bfloat16", "bfloat16", True, 132, (32, 64, 32)),  # not where all steps have a walker,
+    ("layernorm", 300, 7168, "bfloat16", "bfloat16", True, 132, (76, 56, 16)),  # nor where they are fewer than half,
+    ("rmsnorm", 2000, 1024, "bfloat16", "bfloat16", True, 132, (68, 64, 128)),  # nor of two sectors,
+    ("rmsnorm", 244, 4096, "float32", "float32", True, 132, (68, 64, 16)),  # nor of larger types,
+    ("layernorm", 100, 8191, "bfloat16", "bfloat16", False, 132, (68, 64, 2)),  # nor off 16 bytes,
+    ("rmsnorm", 64, 65536, "bfloat16", "bfloat16", True, 15, (7, 64, 2)),  # nor in larger clusters
+    ("rmsnorm", 127, 32768, "bfloat16", "bfloat16", True, 30, (22, 32, 2)),
+    ("layernorm", 16, 262144, "bfloat16", "bfloat16", True, 7, (3, 64, 1)),
+    ("layernorm", 1356, 3072, "bfloat16", "bfloat16", True, 264, (168, 96, 32)),  # of 128 threads, two together
+    ("layernorm", 407, 10240, "bfloat16", "bfloat16", True, 132, (92, 80, 8)),  # the same, in clusters
+    ("layernorm", 203, 20480, "bfloat16", "bfloat16", True, 60, (40, 80, 4)),
+    ("layernorm", 48, 3072, "bfloat16", "bfloat16", True, 264, (48, 48, 16)),  # with few rows one on each,
+    ("layernorm", 2600, 640, "bfloat16", "bfloat16", True, 264, (92, 40, 64)),  # and where few are enough
+    ("rmsnorm", 4069, 1024, "bfloat16", "bfloat16", True, 132, (132, 0, 0)),  # too many rows
+    ("layernorm", 3255, 1280, "bfloat16", "bfloat16", True, 132, (132, 0, 0)),
+    ("rmsnorm", 32, 65536, "float32", "float32", True, 7, (7, 0, 0)),
+    ("rmsnorm", 763, 4096, "bfloat16", "float32", True, 132, (68, 64, 32)),  # types of two sizes
+    ("rmsnorm", 3052, 1024, "bfloat16", "float32", True, 132, (132, 0, 0)),
+]
+
+
+@pytest.mark.parametrize(("norm", "rows", "columns", "x", "dy", "aligned", "at_once", "expected"), ON_H200)
+def test_column_blocks_of_an_h200(norm, rows, columns, x, dy, aligned, at_once, expected):
+    """What config.py says was measured."""
+    problem = backward(columns, x, dy, rows=rows, norm=norm)
+    chosen = config.backward_config(problem, aligned, DEVICES["sm_90"])
+    assert config.grid(chosen, problem, at_once, DEVICES["sm_90"]) == expected
+
+
 @pytest.mark.parametrize(
-    ("norm", "rows", "columns", "at_once", "expected"),
+    ("rows", "columns", "at_once", "want_dx", "expected"),
     [
-        ("rmsnorm", 1017, 4096, 132, (68, 64, 32)),
-        ("layernorm", 1017, 4096, 132, (100, 32, 16)),  # half as many
-        ("layernorm", 1356, 3072, 264, (168, 96, 32)),  # of 128 threads, two on a multiprocessor
-        ("layernorm", 407, 10240, 132, (92, 80, 8)),  # the same, in clusters of two
-        ("layernorm", 48, 3072, 264, (48, 48, 16)),  # with few rows one on each
-        ("rmsnorm", 127, 32768, 30, (22, 32, 2)),
-        ("rmsnorm", 64, 65536, 15, (7, 64, 2)),  # larger clusters: not half as many
-        ("layernorm", 16, 262144, 7, (3, 64, 1)),
-        ("rmsnorm", 4069, 1024, 132, (132, 0, 0)),
-        ("layernorm", 3255, 1280, 132, (132, 0, 0)),
+        (254, 16384, 66, False, (0, 128, 16)),  # twice as many as beside walkers,
+        (814, 5120, 132, False, (0, 80, 32)),
+        (127, 32768, 30, False, (0, 64, 4)),  # but not in larger clusters,
+        (64, 65536, 15, False, (0, 64, 2)),
+        (81, 65536, 15, False, (15, 0, 0)),  # and with fewer rows
+        (3000, 1024, 132, False, (132, 0, 0)),
+        (2000, 2560, 132, False, (132, 0, 0)),
+        (1017, 4096, 132, True, (68, 64, 32)),  # LayerNorm without db
+        (1040, 4096, 132, True, (132, 0, 0)),
     ],
 )
-def test_column_blocks_of_an_h200(norm, rows, columns, at_once, expected):
-    """What config.py says was measured for; `at_once` is what the driver says of these kernels."""
-    problem = backward(columns, "bfloat16", "bfloat16", rows=rows, norm=norm)
+def test_column_blocks_without_dx_or_db(rows, columns, at_once, want_dx, expected):
+    problem = replace(backward(columns, "bfloat16", "bfloat16", rows=rows), want_dx=want_dx, want_db=not want_dx)
     chosen = config.backward_config(problem, True, DEVICES["sm_90"])
     assert config.grid(chosen, problem, at_once, DEVICES["sm_90"]) == expected
 
 
-def test_column_blocks_without_dx():
-    """No walkers, and in small clusters twice as many, with fewer rows of each thread."""
-    device = DEVICES["sm_90"]
-    for rows, columns, at_once, expected in (
-        (254, 16384, 66, (0, 128, 16)),
-        (64, 65536, 15, (0, 64, 2)),
-        (4069, 1024, 132, (132, 0, 0)),
-    ):
-        problem = replace(backward(columns, "bfloat16", "bfloat16", rows=rows), want_dx=False)
-        chosen = config.backward_config(problem, True, device)
-        assert config.grid(chosen, problem, at_once, device) == expected
+@pytest.mark.parametrize(("multiprocessors", "expected"), [(132, (68, 64, 16)), (78, (46, 32, 8)), (36, (20, 16, 4))])
+def test_fewer_column_blocks_on_a_small_device(multiprocessors, expected):
+    device = config.Device((9, 0), multiprocessors, 232448)
+    problem = backward(4096, "float32", "float32", rows=150, norm="rmsnorm")
+    chosen = config.backward_config(problem, True, device)
+    assert config.grid(chosen, problem, multiprocessors, device) == expected
 
 
 def test_the_gpu_tests_have_launches_with_and_without_column_blocks():

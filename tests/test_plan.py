@@ -333,6 +333,12 @@ def test_column_blocks_need_no_memory(device: FakeDevice, mask: tuple[bool, ...]
     assert (walkers, column_blocks) == (6 if mask[0] else 0, 64 if any(mask[1:]) else 0)
 
 
+def test_what_column_blocks_read_again_stays_in_the_cache(device: FakeDevice) -> None:
+    for rows, column_blocks, read_once in ((3400, 64, 0), (7000, 0, 1), (9000, 0, 0)):
+        backward("layernorm", call_of(device, "layernorm", rows=rows))
+        assert device.launched[-1].fields()[-4:-2] == (read_once, column_blocks), rows
+
+
 @pytest.mark.parametrize(("w_dtype", "apart"), [("float32", False), ("float16", True)])
 def test_one_walker_meets_nobody(device: FakeDevice, w_dtype: str, apart: bool) -> None:
     """Its partial row is dw, or lies in the workspace where dw has another type; more walkers meet."""

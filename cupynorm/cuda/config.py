@@ -94,24 +94,24 @@ READ_ONCE_BYTES = (16 << 20, 50 << 20)
 # their threads, these sum dw and db, and row walkers find dx alone. By whether db is summed; rows also by the sectors
 # of memory that a slice of columns is wide: one, two, or more. RMSNorm, 64x1024 9.6 → 6.8 us, 1628x2560 17.7 → 14.8;
 # LayerNorm, 64x4096 12.7 → 7.9, 407x10240 21.8 → 15.8. Beyond these limits some lengths lost: RMSNorm, 36 MB, N=131072
-# 9%, 4069x1024, with 32 rows of a sector, 1%; LayerNorm, 3255x1280, with 51 of two, 6%, without db, 31 MB, N=16384 8%.
+# 9%, 3800x512, with 30 rows of a sector, 4%; LayerNorm, 3255x1280, with 51 of two, 6%, without db, 31 MB, N=16384 8%.
 COLUMN_BLOCKS_BYTES = {
     False: {"rmsnorm": 32 << 20, "layernorm": 24 << 20},
     True: {"rmsnorm": 36 << 20, "layernorm": 36 << 20},
 }
-COLUMN_BLOCK_ROWS = {False: (30, 52, 76), True: (44, 48, 72)}
+COLUMN_BLOCK_ROWS = {False: (28, 52, 76), True: (44, 48, 72)}
 COLUMN_BLOCK_ROWS_ALONE = (20, 22, 40)  # without dx: 25 MB, N=1024, with 32 rows of a sector, 15.2 → 17.0 us
 COLUMN_BLOCK_LARGE_ROW = 4 / 3  # what a row of a larger type counts: float32, 25 MB, N=65536, 64 rows, 17.9 → 20.1 us
 SECTOR_BYTES = 32
-# So many column blocks, of 256 threads, or twice as many of 128. On a small device fewer, so that at least so many
-# walkers are left for each cluster of them; without dx, in small clusters, twice as many: LayerNorm, 814x5120 17.8 →
-# 14.4 us.
+# So many column blocks, and as many times more as there may be blocks on a multiprocessor. On a small device fewer, so
+# that at least so many walkers are left for each cluster of them; without dx, in small clusters, twice as many:
+# LayerNorm, 814x5120 17.8 → 14.4 us.
 COLUMN_BLOCKS = 64
 COLUMN_BLOCKS_WALKERS = 3 / 4
-# Half as many where more walkers have something to do, by the blocks of a cluster, with at most so many rows, without
-# and with db: 25 MB, LayerNorm, N=4096 16.1 → 15.6 us, 32768 19.2 → 17.0; RMSNorm, 12 MB, 4096 10.7 → 10.3, 25 MB 15.0
-# → 15.4, but 32768 17.6 → 15.6. Larger clusters lost (LayerNorm, 25 MB, N=131072 21.2 → 26.1), as did larger types and
-# slices of two sectors; off 16 bytes LayerNorm, 61x8191, by 15%.
+# Half as many where more walkers have something to do, by the blocks of a cluster, with at most so many rows of a
+# thread, without and with db: 25 MB, LayerNorm, N=4096 16.1 → 15.6 us, 32768 19.2 → 17.0; RMSNorm, 12 MB, 4096 10.7 →
+# 10.3, 25 MB 15.0 → 15.4, but 32768 17.6 → 15.6. Larger clusters lost (LayerNorm, 25 MB, N=131072 21.2 → 26.1), as did
+# larger types and slices of two sectors; off 16 bytes LayerNorm, 61x8191, by 15%.
 HALF_COLUMN_BLOCKS_ROWS = {1: (50, 64), 2: (50, 64), 4: (64, 64)}
 COLUMN_BLOCKS_ONE_ROW = 4096  # from so many columns on one row alone gains: LayerNorm 7.6 → 6.9 us, of 1024 6.2 → 6.6
 ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction
@@ -479,31 +479,48 @@ class _ColumnBlocks(NamedTuple):
 
 def grid(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> Grid:
     """`blocks_at_once` is how many blocks (clusters) the device holds at the same time."""
-    steps = _divide_up(problem.rows, config.groups)
-    # Blocks of at most 256 threads together on a multiprocessor, where there is a step for all.
-    together = _divide_up(blocks_at_once * config.cluster, device.multiprocessors)
-    together = min(together, max(1, STAGED_MAX_THREADS // config.threads))
-    if steps * config.cluster <= device.multiprocessors:
-        together = 1
+    return _column_blocks_grid(config, problem, blocks_at_once, device) or Grid(
+        partial_rows(config, problem, blocks_at_once, device)
+    )
 
-    def walkers_beside(columns: _ColumnBlocks, most: int) -> int:
-        blocks = device.multiprocessors * (together if columns.blocks > most else 1)
-        return min(steps, min(blocks_at_once, blocks // config.cluster) - columns.blocks // config.cluster)
+
+def _column_blocks_grid(
+    config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device
+) -> Grid | None:
+    """None where column blocks are not worth it."""
+    least_rows = 1 if problem.columns >= COLUMN_BLOCKS_ONE_ROW else 2
+    if config.route != "staged" or problem.rows < least_rows or not (problem.want_dw or problem.want_db):
+        return None
+    if _data_bytes(problem) > COLUMN_BLOCKS_BYTES[_sums_db(problem)][problem.norm]:
+        return None
+    steps = _divide_up(problem.rows, config.groups)
+    # Blocks on a multiprocessor, of 256 threads in all, where there is a step for each. Column blocks that are few
+    # enough have one for themselves: LayerNorm, 2600x640, 12.8 → 11.9 us; but not blocks of a warp or two: 480x1024
+    # with gaps, 9.1 → 12.1.
+    together = 1
+    if steps * config.cluster > device.multiprocessors:
+        together = _divide_up(blocks_at_once * config.cluster, device.multiprocessors)
+        together = max(1, min(together, STAGED_MAX_THREADS // config.threads))
 
     if not problem.want_dx:
-        if columns := _column_blocks(config, problem, COLUMN_BLOCKS * together * (2 if config.cluster <= 2 else 1)):
-            return Grid(0, columns.blocks, columns.row_threads)
-        return Grid(partial_rows(config, problem, blocks_at_once, device))
+        found = _column_blocks(config, problem, COLUMN_BLOCKS * together * (2 if config.cluster <= 2 else 1))
+        return found and Grid(0, found.blocks, found.row_threads)
+
+    def walkers_beside(found: _ColumnBlocks, most: int) -> int:
+        spread = found.blocks <= most and config.threads >= 4 * WARP
+        room = device.multiprocessors * (1 if spread else together) // config.cluster
+        return min(steps, min(blocks_at_once, room) - found.blocks // config.cluster)
+
     for most in (COLUMN_BLOCKS, COLUMN_BLOCKS // 2, COLUMN_BLOCKS // 4):
-        columns = _column_blocks(config, problem, most * together)
-        if columns is None:
-            break
-        walkers = walkers_beside(columns, most)
+        found = _column_blocks(config, problem, most * together)
+        if found is None:
+            return None
+        walkers = walkers_beside(found, most)
         if walkers < steps and together == 1 and (half := _half_as_many_column_blocks(config, problem, most // 2)):
-            columns, walkers = half, walkers_beside(half, most)
-        if walkers >= min(steps, COLUMN_BLOCKS_WALKERS * (columns.blocks // config.cluster)):
-            return Grid(walkers, columns.blocks, columns.row_threads)
-    return Grid(partial_rows(config, problem, blocks_at_once, device))
+            found, walkers = half, walkers_beside(half, most)
+        if walkers >= min(steps, COLUMN_BLOCKS_WALKERS * (found.blocks // config.cluster)):
+            return Grid(walkers, found.blocks, found.row_threads)
+    return None
 
 
 def _half_as_many_column_blocks(config: BackwardConfig, problem: NormProblem, most: int) -> _ColumnBlocks | None:
@@ -518,13 +535,7 @@ def _half_as_many_column_blocks(config: BackwardConfig, problem: NormProblem, mo
 
 
 def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int) -> _ColumnBlocks | None:
-    """At most so many; None where they are not worth it."""
-    db = _sums_db(problem)
-    if config.route != "staged" or _data_bytes(problem) > COLUMN_BLOCKS_BYTES[db][problem.norm]:
-        return None
-    least_rows = 1 if problem.columns >= COLUMN_BLOCKS_ONE_ROW else 2
-    if not (problem.want_dw or problem.want_db) or problem.rows < least_rows:
-        return None
+    """At most so many; None where their threads would have too many rows."""
     x, dy = problem.x_dtype.itemsize, ITEMSIZE[_name(problem.dy_dtype)]
     itemsize = min(x, dy)
     vector = 16 // itemsize if "VECTOR=1" in config.definitions else 1
@@ -535,15 +546,21 @@ def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int) -> _
         column_threads *= 2
     slices = _divide_up(problem.columns, column_threads * vector)
     row_threads = config.threads // column_threads
-    row = _divide_up(x + dy, 2 * itemsize) if x != dy else 1 if itemsize == 2 else COLUMN_BLOCK_LARGE_ROW
     found = _ColumnBlocks(
         blocks=_divide_up(min(slices, most), config.cluster) * config.cluster,
         row_threads=row_threads,
-        rows=_divide_up(problem.rows, row_threads) * _divide_up(slices, most) * row,
+        rows=_divide_up(problem.rows, row_threads) * _divide_up(slices, most) * _counts_as_rows(x, dy),
         sectors=column_threads * vector * itemsize // SECTOR_BYTES,
     )
-    most_rows = COLUMN_BLOCK_ROWS[db] if problem.want_dx else COLUMN_BLOCK_ROWS_ALONE
+    most_rows = COLUMN_BLOCK_ROWS[_sums_db(problem)] if problem.want_dx else COLUMN_BLOCK_ROWS_ALONE
     return found if found.rows <= most_rows[min(found.sectors, 3) - 1] else None
+
+
+def _counts_as_rows(x_itemsize: int, dy_itemsize: int) -> float:
+    """What a row of these types counts; where they differ in size, as many as vectors of the smaller are its mean."""
+    if x_itemsize == dy_itemsize:
+        return 1 if x_itemsize == 2 else COLUMN_BLOCK_LARGE_ROW
+    return _divide_up(x_itemsize + dy_itemsize, 2 * min(x_itemsize, dy_itemsize))
 
 
 def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> int:
