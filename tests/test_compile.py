@@ -48,7 +48,7 @@ ALLOWED_SPILLS = (
         "backward_staged",
         None,
         ("LAYER_NORM=1", "WANT_DB=1", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
-        16,
+        14,
         "w, dw and db of 64 columns leave 63 registers. On an H200, 636x262144, bfloat16: LayerNorm 281 us, in two "
         "sweeps, which spill nothing, 575 us.",
     ),
@@ -67,26 +67,11 @@ ALLOWED_SPILLS = (
         "By the disassembly: one of 128 registers, set before the first row, read before it and once a row; not timed.",
     ),
     Allowed(
-        "backward_direct",
-        "sm_75",
-        ("LAYER_NORM=0", "X_TYPE=float32", "DY_TYPE=float32", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),
+        "backward_staged",
+        "sm_100",
+        ("LAYER_NORM=1", "X_TYPE=float64", "DY_TYPE=float16", "VECTOR=1", "COLUMNS_PER_THREAD=8", "CLUSTER=1"),
         8,
-        "By the disassembly: one of 128 registers, set before the first row and read once a row.",
-    ),
-    Allowed(
-        "backward_direct",
-        "sm_75",
-        ("LAYER_NORM=1", "X_TYPE=float64", "DY_TYPE=float64", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),
-        8,
-        "By the disassembly: one of 128 registers, set before the first row and read twice a row; such devices do "
-        "float64 at a 32nd of float32's rate.",
-    ),
-    Allowed(
-        "backward_direct",
-        "sm_75",
-        ("LAYER_NORM=1", "X_TYPE=float32", "DY_TYPE=float64", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),
-        8,
-        "By the disassembly: one of 128 registers, set before the first row and read once a row.",
+        "By the disassembly: one of 128 registers, set before the first row and read once a row; not timed.",
     ),
     Allowed(
         "backward_direct",
@@ -98,30 +83,9 @@ ALLOWED_SPILLS = (
     Allowed(
         "backward_direct",
         "sm_80",
-        ("LAYER_NORM=1", "X_TYPE=float16", "DY_TYPE=float64", "VECTOR=1", "MAX_THREADS=512"),
-        32,
-        "As with x in float32.",
-    ),
-    Allowed(
-        "backward_direct",
-        "sm_80",
-        ("LAYER_NORM=1", "X_TYPE=bfloat16", "DY_TYPE=float64", "VECTOR=1", "MAX_THREADS=512"),
-        32,
-        "As with x in float32.",
-    ),
-    Allowed(
-        "backward_direct",
-        "sm_80",
         ("LAYER_NORM=0", "X_TYPE=float32", "DY_TYPE=float64", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),
-        8,
-        "By the disassembly: one of 128 registers, set before the first row and read once a row. Not timed.",
-    ),
-    Allowed(
-        "backward_direct",
-        "sm_80",
-        ("LAYER_NORM=0", "X_TYPE=float64", "DY_TYPE=float64", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),
-        16,
-        "By the disassembly: two of 128 registers, set before the first row and read once a row. Not timed.",
+        12,
+        "By the disassembly: two of 128 registers, set before the first row and read once or twice a row. Not timed.",
     ),
 )
 
