@@ -160,35 +160,45 @@ def test_no_more_walkers_than_rows(device):
         assert (walkers - 1) * chosen.groups < rows
 
 
+@pytest.mark.parametrize("want_dx", [True, False])
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize(("x", "dy"), [*((x, x) for x in DTYPES), ("float64", "bfloat16"), ("float32", "float16")])
-def test_column_blocks_take_all_columns(device, x, dy, aligned):
+def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
     """By whole clusters that run beside the walkers, none of them idle, with room for what their threads add up."""
     found = 0
-    for columns, rows, norm in product(COLUMNS, (1, 2, 60, 500), ("rmsnorm", "layernorm")):
+    for columns, rows, gap, norm in product(COLUMNS, (1, 2, 60, 500), (0, 16), ("rmsnorm", "layernorm")):
         problem = backward(columns, x, dy, rows=rows, norm=norm)
+        problem = replace(problem, want_dx=want_dx, x_row_stride=columns + gap)
         chosen = config.backward_config(problem, aligned, device)
-        at_once = max(1, device.multiprocessors // chosen.cluster - 1)
-        grid = config.grid(chosen, problem, at_once, device)
-        if not grid.column_blocks:
-            assert grid == (config.partial_rows(chosen, problem, at_once, device), 0, 0)
-            continue
-        found += 1
-        assert chosen.route == "staged"
-        assert grid.column_blocks % chosen.cluster == 0
-        assert grid.walkers + grid.column_blocks // chosen.cluster <= at_once
-        assert 1 <= grid.walkers <= -(-rows // chosen.groups)
-        width = config.vector_width(x, dy) if "VECTOR=1" in chosen.definitions else 1
-        column_threads, left = divmod(chosen.threads, grid.row_threads)
-        assert left == column_threads & (column_threads - 1) == 0  # ColumnSlices of column_blocks.cuh
-        slices = -(-columns // (column_threads * width))
-        assert slices > grid.column_blocks - chosen.cluster, "a cluster of blocks without a column"
-        sectors = column_threads * width * min(DTYPES[x].itemsize, DTYPES[dy].itemsize) // config.SECTOR_BYTES
-        most = config.COLUMN_BLOCK_ROWS[norm == "layernorm" or x != dy][min(sectors, 3) - 1]
-        assert -(-slices // grid.column_blocks) * -(-rows // grid.row_threads) <= most
-        outputs = 2 if norm == "layernorm" else 1
-        numbers = column_threads * width * outputs + 16 // config.compute_itemsize(x)
-        assert grid.row_threads * numbers * config.compute_itemsize(x) <= chosen.shared_bytes
+        for together in (1, 2, 3):
+            at_once = max(1, together * device.multiprocessors // chosen.cluster - 1)
+            grid = config.grid(chosen, problem, at_once, device)
+            if not grid.column_blocks:
+                assert grid == (config.partial_rows(chosen, problem, at_once, device), 0, 0)
+                continue
+            found += 1
+            assert chosen.route == "staged"
+            assert grid.column_blocks % chosen.cluster == 0
+            if want_dx:
+                assert 1 <= grid.walkers <= -(-rows // chosen.groups)
+                assert grid.walkers + grid.column_blocks // chosen.cluster <= at_once
+            else:
+                assert grid.walkers == 0
+            width = config.vector_width(x, dy) if "VECTOR=1" in chosen.definitions else 1
+            column_threads, left = divmod(chosen.threads, grid.row_threads)
+            assert left == column_threads & (column_threads - 1) == 0  # ColumnSlices of column_blocks.cuh
+            slices = -(-columns // (column_threads * width))
+            assert slices > grid.column_blocks - chosen.cluster, "a cluster of blocks without a column"
+            sectors = column_threads * width * min(DTYPES[x].itemsize, DTYPES[dy].itemsize) // config.SECTOR_BYTES
+            with_db = norm == "layernorm" or x != dy
+            limits = config.COLUMN_BLOCK_ROWS[with_db] if want_dx else config.COLUMN_BLOCK_ROWS_ALONE
+            counts = 1 if DTYPES[x].itemsize == 2 else 4 / 3
+            if x != dy:
+                counts = {"float64": 3, "float32": 2}[x]
+            thread_rows = -(-slices // grid.column_blocks) * -(-rows // grid.row_threads)
+            assert thread_rows * counts <= limits[min(sectors, 3) - 1]
+            numbers = column_threads * width * (2 if norm == "layernorm" else 1) + 16 // config.compute_itemsize(x)
+            assert grid.row_threads * numbers * config.compute_itemsize(x) <= chosen.shared_bytes
     assert bool(found) == device.has_clusters
 
 
