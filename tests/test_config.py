@@ -62,6 +62,13 @@ def team_threads(vector: bool, column_bytes: int) -> int:
     return 64 if column_bytes % 128 == 0 else 128
 
 
+def at_once_on_h200(chosen):
+    """Blocks of at most 256 threads on each multiprocessor, or clusters of such a block on each: as the driver says."""
+    if chosen.cluster == 1:
+        return 132 * max(1, config.STAGED_MAX_THREADS // chosen.threads)
+    return config._CLUSTERS_OF_132[chosen.cluster]
+
+
 @pytest.fixture(params=DEVICES, scope="module")
 def device(request):
     return DEVICES[request.param]
@@ -264,13 +271,12 @@ def test_fewer_column_blocks_on_a_small_device(multiprocessors, expected):
 
 
 def test_the_gpu_tests_have_launches_with_and_without_column_blocks():
-    """On an H200, whose clusters of two, four, … blocks are 66, 30, 15 and 7."""
     device = DEVICES["sm_90"]
     for columns, aligned in [*((n, True) for n in LENGTHS), *((n - 5, False) for n in LENGTHS if n < 10000)]:
         for many in (False, True):
             problem = backward(columns, "bfloat16", "bfloat16", rows=rows_of(columns, many))
             chosen = config.backward_config(problem, aligned, device)
-            at_once = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}[chosen.cluster]
+            at_once = at_once_on_h200(chosen)
             assert (config.grid(chosen, problem, at_once, device).column_blocks == 0) == many, (columns, many)
 
 
@@ -282,7 +288,7 @@ def test_nan_and_threads_are_tried_with_and_without_column_blocks():
         for case in cases:
             problem = backward(case.columns, case.x, case.dy, rows=case.rows, norm=case.norm)
             chosen = config.backward_config(problem, case.columns * DTYPES[case.x].itemsize % 16 == 0, device)
-            at_once = {1: 132 * max(1, 256 // chosen.threads), 2: 66, 4: 30, 8: 15, 16: 7}[chosen.cluster]
+            at_once = at_once_on_h200(chosen)
             yield case.columns, case.norm, config.grid(chosen, problem, at_once, device).column_blocks > 0
 
     found = list(kinds(containment_cases("cupy")))

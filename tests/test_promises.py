@@ -118,11 +118,11 @@ def test_few_rows_give_the_sums_whoever_adds_them_up(columns: int, rows: int) ->
     16 bytes, by way of a partial row. Else column blocks do."""
     cupy = pytest.importorskip("cupy")
     tensors = make_tensors(cupy, "layernorm", (rows, columns), "float32")
-    without_dx = (False, True, True)
-    _, dw, db = backward("layernorm", tensors, has_bias=True, output_mask=without_dx)
+    # With dx, column blocks sum the 1000 rows, in another order than a single walker.
+    _, dw, db = backward("layernorm", tensors, has_bias=True, output_mask=(rows < 1000, True, True))
     memory = cupy.zeros((2, columns + 5), cupy.float32)
     odd = (None, memory[0, 1 : columns + 1], memory[1, 1 : columns + 1])
-    backward("layernorm", tensors, has_bias=True, out=odd, output_mask=without_dx)
+    backward("layernorm", tensors, has_bias=True, out=odd, output_mask=(False, True, True))
     assert same_bits(odd[1], dw)
     assert same_bits(odd[2], db)
     assert not memory[:, columns + 1 :].any()
