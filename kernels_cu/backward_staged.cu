@@ -14,9 +14,15 @@
 //
 // What stands before the first copies is short (by stamps, a kernel's first instructions take long; perhaps they come from
 // memory), and what is waited for is asked for in the order in which it is needed.
+//
+// Compile-time switch, beside those of backward.cuh: PACED  1: walkers keep pace in long launches (staged.cuh).
 #include "backward.cuh"
 #include "column_blocks.cuh"
 #include "staged.cuh"
+
+#ifndef PACED
+#define PACED 0
+#endif
 
 // The statistics of a group's rows, as many steps ahead as the group has lanes in a warp: lane i loads those of the
 // batch's row i.
@@ -75,18 +81,21 @@ private:
 constexpr int kThreadsAtOnce = kColumnsPerThread == 24 && (sizeof(X) < 4 || !kWantDb) ? 384
                                : !kWholeWarps && __CUDA_ARCH__ < (kVector > 1 ? 1200 : 1000) ? 512 : kMaxThreads;
 
+// Whether the second halves of the last two steps come behind the partial row, in a loop of their own. Of LayerNorm with db,
+// in clusters it saves 24 registers: N=8192, 100 MB, 39.6 → 37.9 us, 14336, 1 GB, 247 → 245, 131072 265 → 262; others within
+// 1%. Not where it lost: 7168, which keeps no pace, 1 GB, 247 → 254, 384 250 → 255, 128 to 512 1 to 2%. Not measured with
+// larger types.
+constexpr bool kHoldsBack = kVector > 1 && kLayerNorm && kWantDb && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps &&
+                            !kManyColumns && (kColumnsPerThread != 32 || kClustered || PACED);
+
 // Whether the partial row is on its way before the last of the block's dx, which is written meanwhile: 25 MB, with 16384
 // columns, took 16.8 us so, 17.7 us otherwise, LayerNorm 20.4 and 21.8; with 1024, 15.9 and 16.2 (before column blocks); 100
 // MB, 4069x4096 off 16 bytes, 36.1 us and 36.8. Not with db, without clusters: of 32 columns the compiler loses more, 254
 // registers, not 218, as it does of single columns: 16650x1001, LayerNorm, 41 us as it is, 44 us so. Nor with db of 64
-// columns, which then spill more: LayerNorm, N=262144, 100 MB 52.9 us as it is, 53.1 so, 1 GB 281 and 309. Nor single
-// columns in parts of a warp: N=129, 64.9 us as it is, 66.2 so.
-constexpr bool kPublishesInLoop = kVector > 1 ? (kClustered && !kManyColumns) || !kWantDb : kWholeWarps && !kWantDb;
-
-// With db not where it lost, nor with types of two sizes, where it was not timed: LayerNorm, 1 GB, 3072 columns 245 → 265 us,
-// 65536 249 → 268, 1024 to 8192 within 1%.
-constexpr bool kPaced = kVector > 1 && (!kWantDb || (!kClustered && sizeof(X) == sizeof(Dy) &&
-                                                     (kColumnsPerThread == 40 || kColumnsPerThread == 16)));
+// columns, which then spill more: LayerNorm, N=262144, 50 MB 38.5 us as it is, 36.8 so, 100 MB 53.0 and 53.1, 1 GB 281 and
+// 309. Nor single columns in parts of a warp: N=129, 64.9 us as it is, 66.2 so.
+constexpr bool kPublishesInLoop =
+    !kHoldsBack && (kVector > 1 ? (kClustered && !kManyColumns) || !kWantDb : kWholeWarps && !kWantDb);
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
     backward_staged(const BackwardArguments a) {
@@ -115,7 +124,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const ColumnsAhead w_ahead(state, share, a.w, a.w_code, shared, ColumnSums::shared_bytes(blockDim.x));
     ring.start(walk, x_part, dy_part);
     exchange.start(share.thread);
-    const PaceOf<kPaced> pace(a, a.meeting->counters, pace_state, walk, share);
+    const PaceOf<PACED> pace(a, a.meeting->counters, pace_state, walk, share);
     announce_barriers();
     if (a.meeting) a.meeting->start();
     wait_for_barriers();
@@ -141,11 +150,23 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     Sums<Compute> posted, posted_before;
     RingPlace place, place_before;
     bool active, active_before;  // a team may have no columns, the last step no row for a group
+    // The second half of step j, the one before.
+    const auto finish = [&](int j, const Columns& at) {
+        const RowCoefficients coefficients(exchange.collect(j, posted_before), reciprocal_columns, row_before);
+        if (a.dx && active_before) {
+            staged_row(place_before, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool holds) {
+                second_half(dx + k * own.step(), holds, k, x, dy, w, row_before, coefficients);
+            });
+        }
+        dx += walk.step * a.dx_row_stride;
+        ring.fill_again(place_before, walk, j, pace, x_part, dy_part);
+    };
     Attendance attendance;
+    const int held_back = kHoldsBack && a.meeting ? walk.end - 1 : walk.end;  // from this step on, and the one before it
     // The first half of step j, then the second half of the step before it.
-    for (int j = 0; j <= walk.end; ++j) {
+    for (int j = 0; j < (kHoldsBack ? walk.end : walk.end + 1); ++j) {
         const Columns at = own.found_anew();
-        if (j < walk.end) {
+        if (kHoldsBack || j < walk.end) {
             row = statistics.of(a, first_row, walk.step, j);
             active = ring.wait(place) && (kManyColumns || j < own_count);
             Sums<Compute> partial = {Compute(0), Compute(0)};
@@ -158,26 +179,27 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         } else if constexpr (kPublishesInLoop) {
             attendance = publish_columns(a, column_sums, partial_row, at, a.group_threads);
         }
-        if (j > 0) {
-            const RowCoefficients coefficients(exchange.collect(j - 1, posted_before), reciprocal_columns, row_before);
-            if (a.dx && active_before) {
-                staged_row(place_before, j - 1)
-                    .for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool holds) {
-                        second_half(dx + k * own.step(), holds, k, x, dy, w, row_before, coefficients);
-                    });
-            }
-            dx += walk.step * a.dx_row_stride;
-            ring.fill_again(place_before, walk, j - 1, pace, x_part, dy_part);
-        }
+        if (j > 0 && (!kHoldsBack || j < held_back)) finish(j - 1, at);
         if (j + 1 < walk.end) column_sums.row_done(own, partial_row);
-        row_before = row;
-        posted_before = posted;
-        place_before = place;
-        active_before = active;
+        if (!kHoldsBack || j == 0 || j < held_back) {
+            row_before = row;
+            posted_before = posted;
+            place_before = place;
+            active_before = active;
+        }
         place.advance(a.stages);
     }
-
     if constexpr (!kPublishesInLoop) attendance = publish_columns(a, column_sums, partial_row, own, a.group_threads);
+    if constexpr (kHoldsBack) {
+#pragma unroll 1
+        for (int j = held_back > 0 ? held_back - 1 : 0; j < walk.end; ++j) {
+            finish(j, own.found_anew());
+            row_before = row;
+            posted_before = posted;
+            active_before = active;
+            place_before.advance(a.stages);
+        }
+    }
     reduce_partials<kThreadsAtOnce == 256 && !kManyColumns ? 16 : 8, Compute>(a, attendance, shared, share.first_column,
                                                                                share.columns);
     pace.finish();

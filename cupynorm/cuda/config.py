@@ -34,6 +34,9 @@ STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
 STAGED_RING_BYTES = {"rmsnorm": 112 << 10, "layernorm": 112 << 10}
 STAGED_SINGLE_COLUMNS_RING_BYTES = {"rmsnorm": 96 << 10, "layernorm": 112 << 10}
 STAGED_LARGE_CLUSTER_RING_BYTES = 128 << 10
+# LayerNorm of 16-bit types with db and 32 columns a thread, where it keeps pace: 1 GB, N=1024 248 us without pace, 244
+# with it, 243.5 so, 4096 249, 249 and 244, 8192 250.5, 248.5 and 243, 16384 249, 249 and 243.5.
+STAGED_PACED_RING_BYTES = 128 << 10
 # Columns a thread where a row takes whole warps, by type of the arithmetic. Several, so that rows of any length fill
 # the lanes of 1, 2, 4 or 8 warps; in vectors, or single columns.
 STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, tuple[int, ...]]] = {
@@ -94,7 +97,9 @@ READ_ONCE_BYTES = (16 << 20, 50 << 20)
 # their threads, these sum dw and db, and row walkers find dx alone. By whether db is summed; rows also by the sectors
 # of memory that a slice of columns is wide: one, two, or more. RMSNorm, 64x1024 9.6 → 6.8 us, 1628x2560 17.7 → 14.8;
 # LayerNorm, 64x4096 12.7 → 7.9, 407x10240 21.8 → 15.8. Beyond these limits some lengths lost: RMSNorm, 36 MB, N=131072
-# 9%, 3800x512, with 30 rows of a sector, 4%; LayerNorm, 3255x1280, with 51 of two, 6%, without db, 31 MB, N=16384 8%.
+# 9%, 3800x512, with 30 rows of a sector, 4%; LayerNorm, 3255x1280, with 51 of two, 6%, without db, 31 MB, N=65536 14%.
+# Some lose within them: RMSNorm 65536 4 to 5% from 28 MB on, LayerNorm 32768 4% from 34 MB on, without db 65536 7% at
+# 25 MB.
 COLUMN_BLOCKS_BYTES = {
     False: {"rmsnorm": 32 << 20, "layernorm": 24 << 20},
     True: {"rmsnorm": 36 << 20, "layernorm": 36 << 20},
@@ -299,6 +304,8 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         if cluster >= 8:
             ring_bytes = STAGED_LARGE_CLUSTER_RING_BYTES
         limited = vector and name == dy_name and _is_long(problem.rows, most_groups, device.multiprocessors)
+        kind = (problem.norm, name, dy_name, _sums_db(problem), vector)
+        paced = _keeps_pace(kind, held, cluster, full=slab == per_thread * group)
         pairs = [(g, b) for g in _halvings(most_groups) for b in _halvings(at_once // (g * group))]
         for groups, blocks in pairs:
             threads = groups * group
@@ -310,10 +317,14 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
             room = device.shared_bytes // blocks - _staged_static_bytes(name, cluster) - outer_bytes
             stages = min(room // step_bytes, STAGED_MOST_STAGES)
             if stages >= STAGED_LEAST_STAGES:
+                if paced and _sums_db(problem) and per_thread == 32:
+                    if _is_long(problem.rows, groups, device.multiprocessors * blocks // cluster):
+                        ring_bytes = STAGED_PACED_RING_BYTES
                 stages = min(stages, max(STAGED_LEAST_STAGES, ring_bytes // (blocks * step_bytes)))
+                staged = _staged_definitions(per_thread, cluster, _takes_part(name, held), paced)
                 return BackwardConfig(
                     route="staged",
-                    definitions=(*definitions, *_staged_definitions(per_thread, cluster, _takes_part(name, held))),
+                    definitions=(*definitions, *staged),
                     threads=threads,
                     group_threads=group,
                     slab_columns=slab,
@@ -322,18 +333,32 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
                     stages=stages,
                     # At least so much that no more blocks fit.
                     shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // (blocks + 1)),
-                    lead=_lead(problem, held, cluster) if vector else 0,
+                    lead=LEAD if paced else 0,
                     step_counters=1 if blocks == 1 else STEP_COUNTERS,
                 )
     return None
 
 
-def _lead(problem: NormProblem, held: tuple[int, int], cluster: int) -> int:
-    """`held` is what _short_row() or _staged_threads() chose."""
+Kind = tuple[str, str, str, bool, bool]  # norm, types of x and dy, whether db is summed, whether in vectors
+
+
+def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> bool:
+    """Whether walkers keep pace in long launches.
+
+    `held` is what _short_row() or _staged_threads() chose; `full` says that a block's lanes all hold as many columns.
+    With db not where it lost, LayerNorm at 1 GB: 24 columns a thread (N=3072 245 → 265 us), 32 in clusters of four and
+    more (65536 249 → 265) or not full (7168 248 → 266). Nor with types of two sizes, where it was not timed.
+    """
+    norm, x, dy, sums_db, vector = kind
     per_thread, group = held
-    one_size = problem.x_dtype.itemsize == ITEMSIZE[_name(problem.dy_dtype)]
-    keeps = cluster == 1 and one_size and per_thread in (16, 40) and group >= WARP  # kPaced of backward_staged.cu
-    return LEAD if keeps or not _sums_db(problem) else 0
+    if not vector or not sums_db:
+        return vector
+    if ITEMSIZE[x] != ITEMSIZE[dy]:
+        return False
+    if cluster == 1 and per_thread in (16, 40):
+        return group >= WARP
+    small = norm == "layernorm" and ITEMSIZE[x] == 2  # what was timed
+    return small and (per_thread == 40 or (per_thread == 32 and cluster <= 2 and full))
 
 
 def _slab(columns: int, cluster: int, width: int) -> int:
@@ -793,7 +818,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         for per_thread in parts:
             direct = (*definitions, *_direct_definitions(per_thread, SMALL_BLOCK, vector, True))
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
-        yield from _staged_variants("backward_staged", definitions, x, device, choices, parts)
+        paced_of = functools.partial(_keeps_pace, (norm, x, dy, want_db, vector))
+        yield from _staged_variants("backward_staged", definitions, x, device, choices, parts, paced_of)
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
         definitions = _forward_definitions(norm, x, vector)
         routes = (*definitions, *_direct_forward_definitions(columns_per_thread(x)))
@@ -815,8 +841,9 @@ def _staged_variants(
     device: Device,
     choice_of: Callable[[int, Device], Choice],
     part_of_warp: Iterable[int],
+    paced_of: Callable[[tuple[int, int], int, bool], bool] = lambda held, cluster, full: False,
 ) -> Iterator[Variant]:
-    """One for every pair of columns a thread and blocks a cluster."""
+    """One for every pair of columns a thread and blocks a cluster, two where pace is kept by some rows only."""
     if not device.has_clusters:
         return
     clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
@@ -824,12 +851,15 @@ def _staged_variants(
     parts = {(n, 1, True) for n in part_of_warp}
     wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
     for per_thread, cluster, part in sorted(wholes | parts):
-        staged = (*definitions, *_staged_definitions(per_thread, cluster, part))
-        yield Variant(f"{kernel}.cu", (kernel,), staged)
+        groups = (1,) if part else (1, WARP) if per_thread <= columns_per_thread(x) else (WARP,)  # 1: a part of a warp
+        for paced in sorted({paced_of((per_thread, g), cluster, full) for g, full in product(groups, (False, True))}):
+            staged = (*definitions, *_staged_definitions(per_thread, cluster, part, paced))
+            yield Variant(f"{kernel}.cu", (kernel,), staged)
 
 
-def _staged_definitions(per_thread: int, cluster: int, part: bool) -> tuple[str, ...]:
-    return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}", *_part_definitions(part)
+def _staged_definitions(per_thread: int, cluster: int, part: bool, paced: bool = False) -> tuple[str, ...]:
+    pace_definitions = ("PACED=1",) if paced else ()
+    return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}", *_part_definitions(part), *pace_definitions
 
 
 def _part_definitions(part: bool) -> tuple[str, ...]:
