@@ -483,18 +483,22 @@ def test_long_launches_have_less_in_flight():
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_pace_is_kept_where_the_kernel_keeps_it(norm, name, device):
-    """As kPaced of backward_staged.cu and forward_staged.cu; blocks beside others have several counters."""
-    for columns, aligned in product((8, 384, 512, 1001, 1024, 3072, 4096, 16384, 32768, 65536, 262144), (True, False)):
+    """Backward as compiled, forward as kPaced of forward_staged.cu; blocks beside others have several counters."""
+    lengths = (8, 384, 512, 1001, 1024, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536, 262144)
+    for columns, aligned in product(lengths, (True, False)):
         problem = backward(columns, name, name, norm=norm)
         chosen = config.backward_config(problem, aligned, device)
         sums_db = "WANT_DB=1" in chosen.definitions
         paced = chosen.route == "staged" and "VECTOR=1" in chosen.definitions
         if paced and sums_db:
-            whole_warp = chosen.group_threads >= 32 and chosen.cluster == 1
-            paced = whole_warp and defined(chosen, "COLUMNS_PER_THREAD") in (16, 40)
+            per_thread = defined(chosen, "COLUMNS_PER_THREAD")
+            full = chosen.slab_columns == chosen.group_threads * per_thread
+            paced = chosen.cluster == 1 and chosen.group_threads >= 32 and per_thread in (16, 40)
+            if name in ("float16", "bfloat16"):
+                paced |= per_thread == 40 or (per_thread == 32 and chosen.cluster <= 2 and full)
         mixed = config.backward_config(backward(columns, name, "float64", norm=norm), aligned, device)
         assert mixed.lead == 0 or name == "float64", (columns, aligned)
-        assert (chosen.lead > 0) == paced, (columns, aligned)
+        assert (chosen.lead > 0) == paced == ("PACED=1" in chosen.definitions), (columns, aligned)
         assert chosen.step_counters in (1, config.STEP_COUNTERS)
         if paced:
             several = 2 * (chosen.shared_bytes + 1024) <= device.shared_bytes
@@ -510,6 +514,33 @@ def test_pace_is_kept_where_the_kernel_keeps_it(norm, name, device):
             per_thread = defined(chosen, "COLUMNS_PER_THREAD")
             assert per_thread == 64 or (per_thread == 32 and norm == "rmsnorm"), (columns, aligned)
             assert (chosen.step_counters, chosen.drawn_part) == (1, 0), (columns, aligned)
+
+
+@pytest.mark.parametrize(
+    ("norm", "columns", "name", "long", "short"),
+    [
+        *(("layernorm", columns, "bfloat16", 4, 3) for columns in (1024, 2048, 4096, 8192, 16384)),
+        ("layernorm", 4096, "float16", 4, 3),
+        ("layernorm", 4096, "float32", 3, 3),  # not measured
+        ("layernorm", 7168, "bfloat16", 4, 4),  # keeps no pace,
+        ("layernorm", 32768, "bfloat16", 3, 3),
+        ("layernorm", 5120, "bfloat16", 3, 3),  # or has other columns a thread
+        ("layernorm", 512, "bfloat16", 3, 3),
+        ("rmsnorm", 4096, "bfloat16", 3, 3),
+    ],
+)
+def test_layernorm_has_more_in_flight_where_it_keeps_pace(norm, columns, name, long, short):
+    """In launches so long that pace is kept; nothing else depends on that."""
+    hopper = DEVICES["sm_90"]
+    chosen = config.backward_config(backward(columns, name, name, 1 << 20, norm), True, hopper)
+    walkers, groups = at_once_on_h200(chosen), chosen.groups
+    for steps, stages in ((48, long), (47, short)):
+        problem = backward(columns, name, name, steps * walkers * groups, norm)
+        chosen = config.backward_config(problem, True, hopper)
+        assert chosen.stages == stages
+        assert config.grid(chosen, problem, walkers, hopper).walkers == walkers
+        kept = config.pace(chosen, problem.rows, walkers)[0] > 0
+        assert kept == (steps == 48 and "PACED=1" in chosen.definitions)
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
