@@ -81,12 +81,12 @@ private:
 constexpr int kThreadsAtOnce = kColumnsPerThread == 24 && (sizeof(X) < 4 || !kWantDb) ? 384
                                : !kWholeWarps && __CUDA_ARCH__ < (kVector > 1 ? 1200 : 1000) ? 512 : kMaxThreads;
 
-// Whether the second halves of the last two steps come behind the partial row, in a loop of their own. Of LayerNorm with db,
-// in clusters it saves 24 registers: N=8192, 100 MB, 39.6 → 37.9 us, 14336, 1 GB, 247 → 245, 131072 265 → 262; others within
-// 1%. Not where it lost: 7168, which keeps no pace, 1 GB, 247 → 254, 384 250 → 255, 128 to 512 1 to 2%. Not measured with
-// larger types.
-constexpr bool kHoldsBack = kVector > 1 && kLayerNorm && kWantDb && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps &&
-                            !kManyColumns && (kColumnsPerThread != 32 || kClustered || PACED);
+// Whether the second halves of the last two steps come behind the partial row, in a loop of their own. LayerNorm with db:
+// in clusters it saves 24 registers, N=14336 at 1 GB 247 → 245 us, 131072 265 → 262, others within 1%; without, where pace
+// is kept, N=8192 at 100 MB 39.6 → 37.9, others within 0.5%. It takes some 10% longer to compile. Not where it lost, 7168 at 1
+// GB 247 → 254, 384 250 → 255, 512 248 → 250, or gained less than 1%, with 24 and 40 columns. Larger types were not timed.
+constexpr bool kHoldsBack = kLayerNorm && kWantDb && kVector > 1 && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps &&
+                            (kClustered ? kColumnsPerThread < 40 : kColumnsPerThread == 32 && PACED);
 
 // Whether the partial row is on its way before the last of the block's dx, which is written meanwhile: 25 MB, with 16384
 // columns, took 16.8 us so, 17.7 us otherwise, LayerNorm 20.4 and 21.8; with 1024, 15.9 and 16.2 (before column blocks); 100
@@ -159,7 +159,6 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             });
         }
         dx += walk.step * a.dx_row_stride;
-        ring.fill_again(place_before, walk, j, pace, x_part, dy_part);
     };
     Attendance attendance;
     const int held_back = kHoldsBack && a.meeting ? walk.end - 1 : walk.end;  // from this step on, and the one before it
@@ -179,7 +178,10 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         } else if constexpr (kPublishesInLoop) {
             attendance = publish_columns(a, column_sums, partial_row, at, a.group_threads);
         }
-        if (j > 0 && (!kHoldsBack || j < held_back)) finish(j - 1, at);
+        if (j > 0 && (!kHoldsBack || j < held_back)) {
+            finish(j - 1, at);
+            ring.fill_again(place_before, walk, j - 1, pace, x_part, dy_part);
+        }
         if (j + 1 < walk.end) column_sums.row_done(own, partial_row);
         if (!kHoldsBack || j == 0 || j < held_back) {
             row_before = row;
@@ -194,6 +196,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
 #pragma unroll 1
         for (int j = held_back > 0 ? held_back - 1 : 0; j < walk.end; ++j) {
             finish(j, own.found_anew());
+            pace.step_done();
             row_before = row;
             posted_before = posted;
             active_before = active;
