@@ -81,19 +81,20 @@ private:
 constexpr int kThreadsAtOnce = kColumnsPerThread == 24 && (sizeof(X) < 4 || !kWantDb) ? 384
                                : !kWholeWarps && __CUDA_ARCH__ < (kVector > 1 ? 1200 : 1000) ? 512 : kMaxThreads;
 
-// Whether the second halves of the last two steps come behind the partial row, in a loop of their own. LayerNorm with db:
-// in clusters it saves 24 registers, N=14336 at 1 GB 247 → 245 us, 131072 265 → 262, others within 1%; without, where pace
-// is kept, N=8192 at 100 MB 39.6 → 37.9, others within 0.5%. It takes some 10% longer to compile. Not where it lost, 7168 at 1
-// GB 247 → 254, 384 250 → 255, 512 248 → 250, or gained less than 1%, with 24 and 40 columns. Larger types were not timed.
+// Whether the second halves of the last two steps (where nobody meets, of the last one) come behind the partial row, in a
+// loop of their own. LayerNorm with db: in clusters it saves 24 registers, N=14336 at 1 GB 247 → 245 us, 131072 265 → 262,
+// others within 1%; without, where pace is kept, N=8192 at 100 MB 39.6 → 37.9, others within 0.5%. It takes some 10% longer to
+// compile. Not where it lost, 7168 at 1 GB 247 → 254, 384 250 → 255, 512 248 → 250, nor where it gained less than 1%, with 40
+// columns, and with 24 without clusters. Larger types were not timed.
 constexpr bool kHoldsBack = kLayerNorm && kWantDb && kVector > 1 && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps &&
                             (kClustered ? kColumnsPerThread < 40 : kColumnsPerThread == 32 && PACED);
 
-// Whether the partial row is on its way before the last of the block's dx, which is written meanwhile: 25 MB, with 16384
-// columns, took 16.8 us so, 17.7 us otherwise, LayerNorm 20.4 and 21.8; with 1024, 15.9 and 16.2 (before column blocks); 100
-// MB, 4069x4096 off 16 bytes, 36.1 us and 36.8. Not with db, without clusters: of 32 columns the compiler loses more, 254
-// registers, not 218, as it does of single columns: 16650x1001, LayerNorm, 41 us as it is, 44 us so. Nor with db of 64
-// columns, which then spill more: LayerNorm, N=262144, 50 MB 38.5 us as it is, 36.8 so, 100 MB 53.0 and 53.1, 1 GB 281 and
-// 309. Nor single columns in parts of a warp: N=129, 64.9 us as it is, 66.2 so.
+// Else, whether the partial row is on its way before the last of the block's dx, which is written meanwhile: 25 MB, with
+// 16384 columns, took 16.8 us so, 17.7 us otherwise; with 1024, 15.9 and 16.2 (before column blocks); 100 MB, 4069x4096 off
+// 16 bytes, 36.1 us and 36.8. Not with db, without clusters: of 32 columns the compiler loses more, 254 registers, not 218,
+// as it does of single columns: 16650x1001, LayerNorm, 41 us as it is, 44 us so. Nor with db of 64 columns, which then spill
+// more: LayerNorm, N=262144, 50 MB 38.5 us as it is, 36.8 so, 100 MB 53.0 and 53.1, 1 GB 281 and 309. Nor single columns in
+// parts of a warp: N=129, 64.9 us as it is, 66.2 so.
 constexpr bool kPublishesInLoop =
     !kHoldsBack && (kVector > 1 ? (kClustered && !kManyColumns) || !kWantDb : kWholeWarps && !kWantDb);
 
@@ -150,8 +151,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     Sums<Compute> posted, posted_before;
     RingPlace place, place_before;
     bool active, active_before;  // a team may have no columns, the last step no row for a group
-    // The second half of step j, the one before.
-    const auto finish = [&](int j, const Columns& at) {
+    // The second half of step j.
+    const auto write_dx = [&](int j, const Columns& at) {
         const RowCoefficients coefficients(exchange.collect(j, posted_before), reciprocal_columns, row_before);
         if (a.dx && active_before) {
             staged_row(place_before, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool holds) {
@@ -161,8 +162,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         dx += walk.step * a.dx_row_stride;
     };
     Attendance attendance;
-    const int held_back = kHoldsBack && a.meeting ? walk.end - 1 : walk.end;  // from this step on, and the one before it
-    // The first half of step j, then the second half of the step before it.
+    // The first half of step j, then the second half of the step before it; with kHoldsBack, those of step held_from and
+    // later come behind the loop.
+    const int held_from = kHoldsBack && a.meeting ? walk.end - 2 : walk.end - 1;
     for (int j = 0; j < (kHoldsBack ? walk.end : walk.end + 1); ++j) {
         const Columns at = own.found_anew();
         if (kHoldsBack || j < walk.end) {
@@ -178,12 +180,12 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         } else if constexpr (kPublishesInLoop) {
             attendance = publish_columns(a, column_sums, partial_row, at, a.group_threads);
         }
-        if (j > 0 && (!kHoldsBack || j < held_back)) {
-            finish(j - 1, at);
+        if (j > 0 && (!kHoldsBack || j <= held_from)) {
+            write_dx(j - 1, at);
             ring.fill_again(place_before, walk, j - 1, pace, x_part, dy_part);
         }
         if (j + 1 < walk.end) column_sums.row_done(own, partial_row);
-        if (!kHoldsBack || j == 0 || j < held_back) {
+        if (!kHoldsBack || j <= held_from || j == 0) {  // a walk of one step holds it back
             row_before = row;
             posted_before = posted;
             place_before = place;
@@ -194,8 +196,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     if constexpr (!kPublishesInLoop) attendance = publish_columns(a, column_sums, partial_row, own, a.group_threads);
     if constexpr (kHoldsBack) {
 #pragma unroll 1
-        for (int j = held_back > 0 ? held_back - 1 : 0; j < walk.end; ++j) {
-            finish(j, own.found_anew());
+        for (int j = held_from < 0 ? 0 : held_from; j < walk.end; ++j) {  // no place is filled again any more
+            write_dx(j, own.found_anew());
             pace.step_done();
             row_before = row;
             posted_before = posted;

@@ -345,9 +345,12 @@ Kind = tuple[str, str, str, bool, bool]  # norm, types of x and dy, whether db i
 def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> bool:
     """Whether walkers keep pace in long launches.
 
-    `held` is what _short_row() or _staged_threads() chose; `full` says that a block's lanes all hold as many columns.
-    With db not where it lost, LayerNorm at 1 GB: 24 columns a thread (N=3072 245 → 265 us), 32 in clusters of four and
-    more (65536 249 → 265) or not full (7168 248 → 266). Nor with types of two sizes, where it was not timed.
+    `held` is what _short_row() or _staged_threads() chose; `full` says that the lanes of every block, but perhaps the
+    last of a cluster, all hold as many columns. With db LayerNorm loses, at 1 GB, with 24 columns a thread (N=3072 245
+    → 265 us), and with 32 in clusters of four and more (65536 249 → 265) or not full (7168 248 → 266); it gains with 32
+    (see STAGED_PACED_RING_BYTES) and 40 (5120 255 → 248, in clusters 10240 252 → 247, 20480 250 → 248). With 64 it
+    would spill. Not timed, so without pace: with db types of two sizes, larger types with 32 columns or in clusters,
+    RMSNorm there.
     """
     norm, x, dy, sums_db, vector = kind
     per_thread, group = held
@@ -357,8 +360,8 @@ def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> 
         return False
     if cluster == 1 and per_thread in (16, 40):
         return group >= WARP
-    small = norm == "layernorm" and ITEMSIZE[x] == 2  # what was timed
-    return small and (per_thread == 40 or (per_thread == 32 and cluster <= 2 and full))
+    timed = norm == "layernorm" and ITEMSIZE[x] == 2
+    return timed and (per_thread == 40 or (per_thread == 32 and cluster <= 2 and full))
 
 
 def _slab(columns: int, cluster: int, width: int) -> int:
