@@ -23,7 +23,7 @@ from helpers import (
     poisoned,
     same_bits,
 )
-from tolerances import EPS, check, dx_bound
+from tolerances import EPS, check, db_bound, dw_bound, dx_bound
 
 import cupynorm
 from cupynorm.numpy_backend import reference_backward
@@ -247,6 +247,39 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
             assert of_layernorm == (columns in (512, 1024, 4096, 5120, 16384, 20480))
         assert_a_graph_gives(streams[0], lambda: results(outputs[0]), outputs[0], expected)
     dispatch.plan_of.cache_clear()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+@pytest.mark.parametrize("columns", [512, 1024, 4096, 5120, 7168, 12288, 14336, 16384, 65536])
+@pytest.mark.parametrize("norm", NORMS)
+def test_walks_of_few_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, columns: int, steps: int) -> None:
+    """Six walkers take so many steps before they meet, the first one step more, and there a group may have no row."""
+    from cupynorm import dispatch
+    from cupynorm.cuda import config
+
+    asked = []
+
+    def grid(chosen: Any, *_: Any) -> config.Grid:
+        asked.append(chosen.groups)
+        return config.Grid(6)
+
+    groups = {512: 8, 1024: 8, 4096: 2, 5120: 2}.get(columns, 1)
+    rows = groups * (6 * steps + 1) - (groups > 1)
+    tensors = make_tensors(cupy, norm, (rows, columns), "bfloat16")
+    expected = backward(norm, tensors, has_bias=norm == "layernorm")
+    monkeypatch.setattr(config, "grid", grid)
+    dispatch.plan_of.cache_clear()
+    dx, dw, *db = backward(norm, tensors, has_bias=norm == "layernorm")
+    _, *sums = backward(norm, tensors, has_bias=norm == "layernorm", output_mask=(False, True, True)[: 2 + len(db)])
+    dispatch.plan_of.cache_clear()
+    if cupy.cuda.Device().compute_capability == "90":
+        assert asked[0] == groups
+    assert same_bits(dx, expected[0])
+    assert_same_bits(tuple(sums), (dw, *db))
+    _, dw_ref, db_ref = reference_backward(norm, tensors.x, tensors.w, tensors.dy, tensors.mean, tensors.rstd)
+    check("dw", dw, dw_ref, dw_bound(norm, tensors, dw_ref, dw.dtype))
+    if db:
+        check("db", db[0], db_ref, db_bound(tensors, db_ref, dw.dtype))
 
 
 @pytest.mark.parametrize("columns", [96, 1001, 1024, 4096, 20480])

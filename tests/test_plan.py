@@ -390,8 +390,9 @@ LONG = [
     ("rmsnorm", 512, 4, True),
     ("rmsnorm", 4096, 1, True),
     ("layernorm", 512, 4, True),
-    ("layernorm", 4096, 1, False),
+    ("layernorm", 4096, 1, True),
     ("layernorm", 5120, 1, True),
+    ("layernorm", 7168, 1, False),
 ]
 
 
