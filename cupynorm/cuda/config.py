@@ -23,6 +23,7 @@ CLUSTERS = (1, 2, 4, 8, 16)
 # blocks wait for each other across multiprocessors, 255 us with 96 KB, 244 with 128 KB, 247 with 160 KB. LayerNorm,
 # slower over a row, gains where 112 KB make four stages of three: N=7168, the call 260 us with three, 247 with four;
 # so does RMSNorm where it keeps pace: N=7168 248 and 242, 14336 248 and 243. With single columns it keeps none.
+# LayerNorm where it keeps pace: STAGED_PACED_RING_BYTES.
 STAGED_LEAST_STAGES = 3
 # In a long launch the least stages take no more on a multiprocessor, where fewer groups or blocks do with less: 1 GB,
 # float32, RMSNorm N=1024 251 → 242 us, 4096 251 → 245, LayerNorm 1536 254 → 248. At 25 and 100 MB it lost up to 7%. Not
@@ -346,11 +347,11 @@ def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> 
     """Whether walkers keep pace in long launches.
 
     `held` is what _short_row() or _staged_threads() chose; `full` says that the lanes of every block, but perhaps the
-    last of a cluster, all hold as many columns. With db LayerNorm loses, at 1 GB, with 24 columns a thread (N=3072 245
-    → 265 us), and with 32 in clusters of four and more (65536 249 → 265) or not full (7168 248 → 266); it gains with 32
-    (see STAGED_PACED_RING_BYTES) and 40 (5120 255 → 248, in clusters 10240 252 → 247, 20480 250 → 248). With 64 it
-    would spill. Not timed, so without pace: with db types of two sizes, larger types with 32 columns or in clusters,
-    RMSNorm there.
+    last of a cluster, all hold as many columns. With db LayerNorm loses, at 1 GB, with 24 columns a thread (N=3072 246
+    → 268 us), and with 32 in clusters of four and more (65536 249 → 265) or not full (7168 247 → 266); it gains with 32
+    (see STAGED_PACED_RING_BYTES) and 40 (5120 255 → 248, in clusters 10240 252 → 247, 20480 250 → 247). With 64 it
+    would spill. Not timed, so without pace: with db types of two sizes, and with 32 columns or in clusters larger
+    types, and RMSNorm, which sums db where the types of x and dy differ.
     """
     norm, x, dy, sums_db, vector = kind
     per_thread, group = held
