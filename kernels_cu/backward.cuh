@@ -65,7 +65,7 @@ struct BackwardArguments {
     int groups;             // of a block
     short read_once;        // staged route: x and dy need not stay in the L2 cache
     short column_blocks;    // staged route: blocks behind those that walk rows, which sum dw and db; 0: the walkers do
-    short lead;             // staged route: of Pace; 0: no pace is kept
+    short lead;             // staged route: of Pace, in quarters of a step; 0: no pace is kept
     short step_counters;    // staged route: a power of two
 
     // Where row walkers leave their sums.

@@ -14,15 +14,9 @@
 //
 // What stands before the first copies is short (by stamps, a kernel's first instructions take long; perhaps they come from
 // memory), and what is waited for is asked for in the order in which it is needed.
-//
-// Compile-time switch, beside those of backward.cuh: PACED  1: walkers keep pace in long launches (staged.cuh).
 #include "backward.cuh"
 #include "column_blocks.cuh"
 #include "staged.cuh"
-
-#ifndef PACED
-#define PACED 0
-#endif
 
 // The statistics of a group's rows, as many steps ahead as the group has lanes in a warp: lane i loads those of the
 // batch's row i.

@@ -45,7 +45,7 @@ struct ForwardArguments {
     int steps;           // staged route: at least so many of each walk over the rows
     int groups;          // of a block
     int drawn_steps;     // staged route: those that are drawn
-    short lead;          // staged route: of Pace; 0: no pace is kept
+    short lead;          // staged route: of Pace, in quarters of a step; 0: no pace is kept
     short step_counters;
 };
 static_assert(sizeof(ForwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");

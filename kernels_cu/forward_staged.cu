@@ -186,10 +186,6 @@ private:
     __device__ unsigned draw() const { return atomicInc(a.counters->steps, a.drawn_steps + gridDim.x - 1); }
 };
 
-// In clusters, which do not draw: 1 GB, RMSNorm, 16384 columns 174 → 166 us, 32768 172 → 168, LayerNorm 181 → 169. Not
-// with 24 or 40 columns a thread, which took up to 3% more.
-constexpr bool kPaced = kVector > 1 && kClustered && (kManyColumns || (kColumnsPerThread == 32 && !kLayerNorm));
-
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
     forward_staged(const ForwardArguments a) {
     extern __shared__ __align__(128) char shared[];
@@ -207,7 +203,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     ring.start(walk, x_part);
     walk.start();
     exchange.start(share.thread);
-    const PaceOf<kPaced> pace(a, a.counters, pace_state, walk, share);
+    const PaceOf<PACED> pace(a, a.counters, pace_state, walk, share);
     announce_barriers();
 
     const Columns own(share.thread, a.group_threads, share.columns);

@@ -10,12 +10,19 @@
 // With VECTOR = 0 rows may start anywhere: the copy takes the 16-byte words that cover the rows, at most 15 bytes more
 // on either side, all in words that hold at least one byte of a row.
 //
+// Compile-time switches, beside COLUMNS_PER_THREAD and VECTOR:
+//   CLUSTER  blocks of a cluster                  PACED  1: walkers keep pace in long launches (struct Pace)
+//
 // Expects Compute, kVector and Columns.
 #pragma once
 
 #include "counters.cuh"
 #include "pipeline.cuh"
 #include "reduce.cuh"
+
+#ifndef PACED
+#define PACED 0
+#endif
 
 constexpr int kMaxThreads = 256;  // what leaves a thread the registers that it needs
 constexpr int kMaxWarps = kMaxThreads / 32;
@@ -214,7 +221,7 @@ struct Ring {
 };
 
 // Under the load some multiprocessors get ahead of others, and where rows are divided beforehand these end late. So in a
-// long launch walkers keep pace: one that has `lead` steps less before it than the average asks for no more rows. Nobody
+// long launch walkers keep pace: one that has `lead` / 4 steps less before it than the average asks for no more rows. Nobody
 // waits for long: another block may not even have started, and wait itself for what this one holds. No bits depend on it.
 //
 // The copy engine counts, and so no fence before a copy waits for it: by `red`, counting alone took 1 to 9% more (RMSNorm,
@@ -239,7 +246,7 @@ struct Pace {
         const unsigned steps = (of_place(walkers) * a.steps + of_place(all_steps - a.steps * walkers)) * kCluster;
         counter = counters[place].steps;
         blocks = of_place(walkers) * kCluster;
-        slack = (a.lead + walk.end) * blocks - steps;
+        slack = int(a.lead * blocks / 4) + int(walk.end * blocks - steps);
         if (threadIdx.x != 0) return;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

@@ -479,41 +479,74 @@ def test_long_launches_have_less_in_flight():
             assert blocks * config.STAGED_LEAST_STAGES * step <= config.STAGED_MOST_RING_BYTES, (columns, name)
 
 
+PACE_LENGTHS = (8, 256, 384, 512, 768, 1001, 1024, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536, 262144)
+PACED_LAYERNORM = {
+    "float16": (512, 1024, 4096, 5120, 16384, 20480),
+    "bfloat16": (512, 1024, 4096, 5120, 16384, 20480),
+    "float32": (8, 256, 384, 512, 1024, 4096, 5120, 16384, 20480, 32768),
+    "float64": (384, 512, 768, 1024, 3072),
+}
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_who_keeps_pace(name):
+    """On an H200: RMSNorm's backward pass wherever it reads vectors, LayerNorm's where it gained; forward, clusters."""
+    hopper = DEVICES["sm_90"]
+    for norm, columns in product(("rmsnorm", "layernorm"), PACE_LENGTHS):
+        problem = backward(columns, name, name, norm=norm)
+        chosen = config.backward_config(problem, True, hopper)
+        wanted = chosen.route == "staged" and columns % 8 == 0
+        wanted &= norm == "rmsnorm" or columns in PACED_LAYERNORM[name]
+        assert (chosen.lead > 0) == wanted, (norm, columns)
+        forward = replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
+        chosen = config.forward_config(forward, True, hopper)
+        wanted = name in ("float16", "bfloat16") and columns in (32768, 65536)
+        if norm == "rmsnorm" and name != "float64":
+            wanted = columns in (14336, 16384, 32768, 65536, 262144) and chosen.kernel == "forward_staged"
+        assert (chosen.lead > 0) == wanted, (norm, columns)
+
+
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
-def test_pace_is_kept_where_the_kernel_keeps_it(norm, name, device):
-    """Backward as compiled, forward as kPaced of forward_staged.cu; blocks beside others have several counters."""
-    lengths = (8, 384, 512, 1001, 1024, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536, 262144)
-    for columns, aligned in product(lengths, (True, False)):
+def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
+    """In vectors, forward in clusters alone. Blocks beside others on a multiprocessor have several counters."""
+    for columns, aligned in product(PACE_LENGTHS, (True, False)):
         problem = backward(columns, name, name, norm=norm)
-        chosen = config.backward_config(problem, aligned, device)
-        sums_db = "WANT_DB=1" in chosen.definitions
-        paced = chosen.route == "staged" and "VECTOR=1" in chosen.definitions
-        if paced and sums_db:
-            per_thread = defined(chosen, "COLUMNS_PER_THREAD")
-            full = chosen.slab_columns == chosen.group_threads * per_thread
-            paced = chosen.cluster == 1 and chosen.group_threads >= 32 and per_thread in (16, 40)
-            if name in ("float16", "bfloat16"):
-                paced |= per_thread == 40 or (per_thread == 32 and chosen.cluster <= 2 and full)
+        forward = replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
+        for chosen in (
+            config.backward_config(problem, aligned, device),
+            config.forward_config(forward, aligned, device),
+        ):
+            if not chosen.lead:
+                continue
+            assert {"PACED=1", "VECTOR=1"} <= set(chosen.definitions), (columns, aligned)
+            assert config.pace(chosen, 48 * chosen.groups, 1)[0] == chosen.lead
+            assert config.pace(chosen, 47 * chosen.groups, 1)[0] == 0
+            if isinstance(chosen, config.ForwardConfig):
+                assert (chosen.cluster > 1, chosen.step_counters, chosen.drawn_part) == (True, 1, 0)
+            else:
+                several = 2 * (chosen.shared_bytes + 1024) <= device.shared_bytes
+                assert chosen.step_counters == (config.STEP_COUNTERS if several else 1), (columns, aligned)
+                assert "PACED=1" in config.backward_config(replace(problem, rows=1), aligned, device).definitions
         mixed = config.backward_config(backward(columns, name, "float64", norm=norm), aligned, device)
         assert mixed.lead == 0 or name == "float64", (columns, aligned)
-        assert (chosen.lead > 0) == paced == ("PACED=1" in chosen.definitions), (columns, aligned)
-        assert chosen.step_counters in (1, config.STEP_COUNTERS)
-        if paced:
-            several = 2 * (chosen.shared_bytes + 1024) <= device.shared_bytes
-            assert (chosen.step_counters > 1) == several, (columns, aligned)
-            assert config.pace(chosen, 48 * chosen.groups, 1)[0] > 0 == config.pace(chosen, 47 * chosen.groups, 1)[0]
 
-        chosen = config.forward_config(
-            replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0), aligned, device
-        )
-        if chosen.kernel != "forward_staged" or chosen.cluster == 1 or "VECTOR=1" not in chosen.definitions:
-            assert chosen.lead == 0, (columns, aligned)
-        elif chosen.lead > 0:
-            per_thread = defined(chosen, "COLUMNS_PER_THREAD")
-            assert per_thread == 64 or (per_thread == 32 and norm == "rmsnorm"), (columns, aligned)
-            assert (chosen.step_counters, chosen.drawn_part) == (1, 0), (columns, aligned)
+
+@pytest.mark.parametrize(
+    ("norm", "columns", "name", "quarters"),
+    [
+        ("rmsnorm", 256, "bfloat16", 7),  # two blocks of 16 KB a step
+        ("rmsnorm", 1536, "bfloat16", 8),  # 24 KB
+        ("rmsnorm", 4096, "bfloat16", 8),  # 32 KB
+        ("layernorm", 5120, "bfloat16", 6),  # 40 KB
+        ("rmsnorm", 20480, "bfloat16", 6),  # two blocks of 20 KB
+        ("rmsnorm", 262144, "bfloat16", 4),  # 64 KB
+        ("rmsnorm", 16384, "float32", 4),
+    ],
+)
+def test_a_walker_of_larger_steps_has_fewer_before_the_others(norm, columns, name, quarters):
+    assert config.backward_config(backward(columns, name, name, 1 << 20, norm), True, DEVICES["sm_90"]).lead == quarters
 
 
 @pytest.mark.parametrize(
@@ -521,26 +554,49 @@ def test_pace_is_kept_where_the_kernel_keeps_it(norm, name, device):
     [
         *(("layernorm", columns, "bfloat16", 4, 3) for columns in (1024, 2048, 4096, 8192, 16384)),
         ("layernorm", 4096, "float16", 4, 3),
-        ("layernorm", 4096, "float32", 3, 3),  # not measured
+        ("layernorm", 16384, "float32", 4, 3),
+        ("layernorm", 8192, "float32", 4, 3),
         ("layernorm", 7168, "bfloat16", 4, 4),  # keeps no pace,
         ("layernorm", 32768, "bfloat16", 3, 3),
         ("layernorm", 5120, "bfloat16", 3, 3),  # or has other columns a thread
         ("layernorm", 512, "bfloat16", 3, 3),
+        ("rmsnorm", 512, "bfloat16", 3, 3),
         ("rmsnorm", 4096, "bfloat16", 3, 3),
+        ("rmsnorm", 32768, "bfloat16", 4, 3),
+        ("rmsnorm", 6144, "bfloat16", 5, 4),
+        ("rmsnorm", 12288, "float16", 5, 4),
     ],
 )
-def test_layernorm_has_more_in_flight_where_it_keeps_pace(norm, columns, name, long, short):
-    """In launches so long that pace is kept; nothing else depends on that."""
+def test_more_is_in_flight_where_pace_is_kept(norm, columns, name, long, short):
+    """In launches so long that it is; nothing else depends on that here."""
     hopper = DEVICES["sm_90"]
     chosen = config.backward_config(backward(columns, name, name, 1 << 20, norm), True, hopper)
     walkers, groups = at_once_on_h200(chosen), chosen.groups
     for steps, stages in ((48, long), (47, short)):
         problem = backward(columns, name, name, steps * walkers * groups, norm)
         chosen = config.backward_config(problem, True, hopper)
-        assert chosen.stages == stages
+        assert (chosen.stages, chosen.groups) == (stages, groups)
         assert config.grid(chosen, problem, walkers, hopper).walkers == walkers
         kept = config.pace(chosen, problem.rows, walkers)[0] > 0
         assert kept == (steps == 48 and "PACED=1" in chosen.definitions)
+
+
+@pytest.mark.parametrize(("columns", "row_threads"), [(384, 16), (768, 32), (1536, 64), (3072, 128)])
+def test_rmsnorm_with_24_columns_a_thread_has_larger_blocks_where_pace_is_kept(columns, row_threads):
+    """One of eight warps on a multiprocessor, where there are two of four else, of the same kernel."""
+    long = 48 * 132 * 256 // row_threads
+    for rows, norm, name in (
+        (long, "rmsnorm", "bfloat16"),
+        (long, "rmsnorm", "float16"),
+        (long - 256 // row_threads, "rmsnorm", "bfloat16"),
+        (long, "layernorm", "bfloat16"),
+    ):
+        chosen = config.backward_config(backward(columns, name, name, rows, norm), True, DEVICES["sm_90"])
+        large = norm == "rmsnorm" and rows == long
+        assert (chosen.threads, chosen.group_threads) == (256 if large else 128, row_threads), (rows, norm, name)
+        assert chosen.stages == (5 if large else 4)
+        assert chosen.step_counters == (1 if large else config.STEP_COUNTERS)
+        assert ("PACED=1" in chosen.definitions) == (norm == "rmsnorm")
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)

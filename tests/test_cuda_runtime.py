@@ -194,18 +194,25 @@ def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, colu
     assert_a_graph_gives(streams[0], lambda: function(x, *arguments, out=outputs[0]), outputs[0], expected)
 
 
-@pytest.mark.parametrize("columns", [128, 384, 512, 1001, 1024, 4096, 5120, 7168, 16384, 20480, 32768, 65536])
-def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+PACED_LAYERNORM = {"bfloat16": (512, 1024, 4096, 5120, 16384, 20480), "float32": (256, 4096, 16384, 32768)}
+PACED = [
+    *((n, "bfloat16") for n in (128, 384, 512, 1001, 1024, 1536, 3072, 4096, 5120, 7168, 16384, 20480, 32768, 65536))
+]
+PACED += [(n, "float32") for n in (256, 768, 4096, 16384, 32768)]
+
+
+@pytest.mark.parametrize(("columns", "dtype"), PACED)
+def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int, dtype: str) -> None:
     """Whether walkers keep pace, and how closely, changes no bits: in one call after another, and on two streams at
     once, where blocks wait for some that have not started. What counts their steps is zero again in the end."""
     from cupynorm import dispatch
     from cupynorm.cuda import config, launch
 
-    asked, keep = [], config.pace
-    monkeypatch.setattr(config, "pace", lambda *given: asked.append(keep(*given)) or asked[-1])
+    asked: list[tuple[int, int]] = []
+    keep = config.pace
     random = cupy.random.default_rng(columns)
     shape = (66_000_000 // columns, columns)
-    x, dy = (random.standard_normal(shape, np.float32).astype(DTYPES["bfloat16"]) for _ in range(2))
+    x, dy = (random.standard_normal(shape, np.float32).astype(DTYPES[dtype]) for _ in range(2))
     w = random.standard_normal(columns, np.float32)
 
     def results(out: Any = (None,) * 10) -> tuple[Any, ...]:
@@ -214,16 +221,14 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
         layernorm = cupynorm.layernorm_forward(x, w, out=out[4:7])
         return (*rmsnorm, *gradients, *layernorm, *cupynorm.layernorm_backward(x, w, dy, *layernorm[1:], out=out[7:]))
 
-    least_steps = config.PACE_LEAST_STEPS
-    monkeypatch.setattr(config, "PACE_LEAST_STEPS", 1 << 40)
+    monkeypatch.setattr(config, "pace", lambda *given: (0, keep(*given)[1]))
     dispatch.plan_of.cache_clear()
     expected = results()
-    assert not any(lead for lead, _ in asked)
-    monkeypatch.setattr(config, "PACE_LEAST_STEPS", least_steps)
+    monkeypatch.setattr(config, "pace", lambda *given: asked.append(keep(*given)) or asked[-1])
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     outputs = [tuple(poisoned(cupy, like.shape, like.dtype) for like in expected) for _ in streams]
     many = {norm: dict.fromkeys(leads, 1) for norm, leads in config.LEAD_FORWARD_MANY.items()}
-    closest = {"LEAD": 1, "LEAD_FORWARD": 1, "LEAD_FORWARD_MANY": many}
+    closest = {"LEAD_BYTES": 1, "LEAD_FORWARD": 1, "LEAD_FORWARD_MANY": many}
     for leads in ({}, closest):
         for name, lead in leads.items():
             monkeypatch.setattr(config, name, lead)
@@ -243,10 +248,28 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
             assert not cupy.ndarray((config.STEP_COUNTERS_BYTES,), np.uint8, kept).any()
         if cupy.cuda.Device().compute_capability == "90":
             assert (asked[1][0] > 0) == (columns != 1001)  # of RMSNorm's backward pass
-            of_layernorm = asked[3][0] > 0
-            assert of_layernorm == (columns in (512, 1024, 4096, 5120, 16384, 20480))
+            assert (asked[3][0] > 0) == (columns in PACED_LAYERNORM[dtype])
+            assert {lead for lead, _ in asked} <= {0, 1} or not leads
         assert_a_graph_gives(streams[0], lambda: results(outputs[0]), outputs[0], expected)
     dispatch.plan_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype"), [(384, "bfloat16"), (768, "float16"), (1536, "bfloat16"), (3072, "float32")]
+)
+def test_a_row_has_the_same_bits_in_short_and_long_launches(cupy: Any, columns: int, dtype: str) -> None:
+    """A long one may have other blocks (RMSNorm with 24 columns a thread): a row's sums do not depend on them."""
+    random = cupy.random.default_rng(columns)
+    shape = (66_000_000 // columns, columns)
+    x, dy = (random.standard_normal(shape, np.float32).astype(DTYPES[dtype]) for _ in range(2))
+    w, statistics = random.standard_normal(columns, np.float32), random.random((2, shape[0]), np.float32)
+    for part in (slice(1000), slice(shape[0] // 2, shape[0] // 2 + 3)):
+        of_part = tuple(map(cupy.ascontiguousarray, (x[part], dy[part], *statistics[:, part])))
+        rmsnorm = cupynorm.rmsnorm_backward(x, w, dy, statistics[0])[0]
+        layernorm = cupynorm.layernorm_backward(x, w, dy, *statistics)[0]
+        alone = cupynorm.rmsnorm_backward(of_part[0], w, of_part[1], of_part[2])[0]
+        layernorm_alone = cupynorm.layernorm_backward(of_part[0], w, of_part[1], *of_part[2:])[0]
+        assert_same_bits((alone, layernorm_alone), (rmsnorm[part], layernorm[part]))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])

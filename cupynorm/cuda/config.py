@@ -17,13 +17,7 @@ from ..problem import FLOAT_NAMES, NormProblem
 
 WARP = 32
 CLUSTERS = (1, 2, 4, 8, 16)
-# Steps of a ring: the one at work, the next (its sums are needed early), and at least one on its way. More bytes in
-# flight than these on a multiprocessor lose: under the load some multiprocessors get ahead, by up to 15% at 160 KB, and
-# in the end wait for the others. RMSNorm, 1 GB, main kernel: N=4096 247 us with 96 KB, 255 with 128 KB; N=65536, where
-# blocks wait for each other across multiprocessors, 255 us with 96 KB, 244 with 128 KB, 247 with 160 KB. LayerNorm,
-# slower over a row, gains where 112 KB make four stages of three: N=7168, the call 260 us with three, 247 with four;
-# so does RMSNorm where it keeps pace: N=7168 248 and 242, 14336 248 and 243. With single columns it keeps none.
-# LayerNorm where it keeps pace: STAGED_PACED_RING_BYTES.
+# Steps of a ring: the one at work, the next (its sums are needed early), and at least one on its way.
 STAGED_LEAST_STAGES = 3
 # In a long launch the least stages take no more on a multiprocessor, where fewer groups or blocks do with less: 1 GB,
 # float32, RMSNorm N=1024 251 → 242 us, 4096 251 → 245, LayerNorm 1536 254 → 248. At 25 and 100 MB it lost up to 7%. Not
@@ -32,12 +26,9 @@ STAGED_MOST_RING_BYTES = 128 << 10
 STAGED_MOST_TEAMS = 4  # kMaxTeams
 STAGED_MAX_THREADS = 256  # kMaxThreads of staged.cuh: what leaves a thread the registers that it needs
 STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
-STAGED_RING_BYTES = {"rmsnorm": 112 << 10, "layernorm": 112 << 10}
+# In flight on a multiprocessor: see _ring_bytes().
+STAGED_RING_BYTES, STAGED_LARGE_RING_BYTES = 112 << 10, 128 << 10
 STAGED_SINGLE_COLUMNS_RING_BYTES = {"rmsnorm": 96 << 10, "layernorm": 112 << 10}
-STAGED_LARGE_CLUSTER_RING_BYTES = 128 << 10
-# LayerNorm of 16-bit types with db and 32 columns a thread, where it keeps pace: 1 GB, N=1024 248 us without pace, 244
-# with it, 243.5 so, 4096 249, 249 and 244, 8192 250.5, 248.5 and 243, 16384 249, 249 and 243.5.
-STAGED_PACED_RING_BYTES = 128 << 10
 # Columns a thread where a row takes whole warps, by type of the arithmetic. Several, so that rows of any length fill
 # the lanes of 1, 2, 4 or 8 warps; in vectors, or single columns.
 STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, tuple[int, ...]]] = {
@@ -66,16 +57,20 @@ FORWARD_STAGED_LEAST_STAGES_24 = 3
 # thread, takes 169 us with a quarter and 171 with a half.
 DRAWN_PART, DRAWN_PART_SHORT, DRAWN_PART_ALONE = 1 / 4, 1 / 2, 1 / 8
 DRAWN_LEAST_STEPS = 16
-# In launches with so many steps a walker and more, walkers keep pace: so many steps less than the average may one have
-# before it. 1 GB, RMSNorm, N=4096: 246 us without, 255 with one, 242 with two, 246 with four; of several blocks on a
-# multiprocessor, N=512, 251 without, 244 with two, 248 with three, 250 with five. Forward, in clusters: N=16384 174
-# without, 168 with two, 167 with three, 171 with five.
+# In launches with so many steps a walker and more, walkers keep pace: so many quarters of a step less than the average
+# may one have before it. 1 GB, RMSNorm, N=4096: 246 us without, 255 with four, 242 with eight, 246 with sixteen.
 PACE_LEAST_STEPS = 48
-LEAD, LEAD_FORWARD = 2, 3
-# Of 64 columns a thread, by blocks of a cluster: RMSNorm, N=131072, 173 without, 167 with one, 171 with two; LayerNorm,
-# 32768 181 without, 171 to 177 with one, 178 with two, 65536 179 without, 176 to 179 with one, 173 to 176 with two,
-# 131072 176 without, 178 with one, 171 with two, 262144 173 without, 185 with one.
-LEAD_FORWARD_MANY = {"rmsnorm": {8: 1, 16: 1}, "layernorm": {2: 1, 4: 2, 8: 2, 16: 0}}
+# Backward, of so many bytes on a multiprocessor, but no more than two steps of the only block there, or 7/4 of one of
+# several: 1 GB, RMSNorm, N=5120 and 20480, of 40 KB a step, 244.6 and 244.7 us with eight, 241.3 and 241.2 with six,
+# LayerNorm's 5120 247.2 and 244.4; N=1024 and 4096, of 32 KB, 241.4 and 241.3 with eight, 246.4 and 244.2 with six,
+# 240.6 and 243.2 with nine; N=256, two blocks of 16 KB, 247.5 with eight, 245.3 with seven.
+LEAD_BYTES, MOST_LEAD, MOST_LEAD_OF_SEVERAL = 60 << 10, 8, 7
+# Forward, in clusters, RMSNorm N=16384: 174 us without, 168 with eight, 167 with twelve, 171 with twenty; ten to
+# thirteen are within 0.3%. Of 64 columns a thread, by blocks of a cluster, each with three to six: RMSNorm, N=131072
+# 172.6, 167.5, 166.7, 167.1 us; LayerNorm, 32768 182.4, 172.1, 167.7, 168.6; with seven to ten 65536 168.9, 171.8,
+# 173.2, 174.1, 131072 168.1, 169.6, 170.5, 170.7. LayerNorm, 262144 170.5 without, with eight to twenty 173.7 to 174.0.
+LEAD_FORWARD = 12
+LEAD_FORWARD_MANY = {"rmsnorm": {8: 5, 16: 5}, "layernorm": {2: 5, 4: 7, 8: 7, 16: 0}}
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 # Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more:
 # at N=65536 and 1 GB 210 us with 32, 182 with 64. RMSNorm there takes 174 with 32 and 178 with 64.
@@ -167,7 +162,7 @@ class BackwardConfig(NamedTuple):
     cluster: int = 1
     stages: int = 0
     shared_bytes: int = 0
-    lead: int = 0  # of a walker, in steps, where pace is kept
+    lead: int = 0  # of a walker, in quarters of a step, where pace is kept
     step_counters: int = 1
 
     @property
@@ -188,7 +183,7 @@ class ForwardConfig(NamedTuple):
     stages: int = 0
     shared_bytes: int = 0
     drawn_part: float = 0.0  # of the steps of a long launch
-    lead: int = 0  # of a walker, in steps, where pace is kept
+    lead: int = 0  # of a walker, in quarters of a step, where pace is kept
     step_counters: int = 1
 
     @property
@@ -298,29 +293,27 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         if held is None or slab > STAGED_MOST_COLUMNS.get(held[0], slab):
             continue
         per_thread, group = held
-        block_threads = _block_threads(name, vector, per_thread)
-        most_groups = _groups(block_threads, group, problem.rows) if cluster == 1 and contiguous else 1
-        at_once = (2 if per_thread == columns_per_thread(name) else 1) * STAGED_MAX_THREADS
-        ring_bytes = (STAGED_RING_BYTES if vector else STAGED_SINGLE_COLUMNS_RING_BYTES)[problem.norm]
-        if cluster >= 8:
-            ring_bytes = STAGED_LARGE_CLUSTER_RING_BYTES
-        limited = vector and name == dy_name and _is_long(problem.rows, most_groups, device.multiprocessors)
         kind = (problem.norm, name, dy_name, _sums_db(problem), vector)
         paced = _keeps_pace(kind, held, cluster, full=slab == per_thread * group)
+        most_threads = _block_threads(kind, per_thread, paced)
+        most_groups = _groups(most_threads, group, problem.rows) if cluster == 1 and contiguous else 1
+        at_once = (2 if per_thread == columns_per_thread(name) else 1) * STAGED_MAX_THREADS
+        limited = vector and name == dy_name and _is_long(problem.rows, most_groups, device.multiprocessors)
         pairs = [(g, b) for g in _halvings(most_groups) for b in _halvings(at_once // (g * group))]
         for groups, blocks in pairs:
             threads = groups * group
             outer_bytes = _column_sums_bytes(problem, per_thread) * threads
             step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
             least_bytes = blocks * STAGED_LEAST_STAGES * step_bytes
-            if limited and least_bytes > STAGED_MOST_RING_BYTES and (groups, blocks) != pairs[-1]:
+            keeps_pace = paced and _is_long(problem.rows, groups, _usual_clusters(cluster, device) * blocks)
+            too_large = limited and least_bytes > STAGED_MOST_RING_BYTES
+            too_many = groups > 1 and threads > _block_threads(kind, per_thread, keeps_pace)
+            if (too_large or too_many) and (groups, blocks) != pairs[-1]:
                 continue
             room = device.shared_bytes // blocks - _staged_static_bytes(name, cluster) - outer_bytes
             stages = min(room // step_bytes, STAGED_MOST_STAGES)
             if stages >= STAGED_LEAST_STAGES:
-                if paced and _sums_db(problem) and per_thread == 32:
-                    if _is_long(problem.rows, groups, device.multiprocessors * blocks // cluster):
-                        ring_bytes = STAGED_PACED_RING_BYTES
+                ring_bytes = _ring_bytes(kind, per_thread, cluster, keeps_pace)
                 stages = min(stages, max(STAGED_LEAST_STAGES, ring_bytes // (blocks * step_bytes)))
                 staged = _staged_definitions(per_thread, cluster, _takes_part(name, held), paced)
                 return BackwardConfig(
@@ -334,7 +327,7 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
                     stages=stages,
                     # At least so much that no more blocks fit.
                     shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // (blocks + 1)),
-                    lead=LEAD if paced else 0,
+                    lead=_lead(blocks * step_bytes, blocks) if paced else 0,
                     step_counters=1 if blocks == 1 else STEP_COUNTERS,
                 )
     return None
@@ -349,9 +342,12 @@ def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> 
     `held` is what _short_row() or _staged_threads() chose; `full` says that the lanes of every block, but perhaps the
     last of a cluster, all hold as many columns. With db LayerNorm loses, at 1 GB, with 24 columns a thread (N=3072 246
     → 268 us), and with 32 in clusters of four and more (65536 249 → 265) or not full (7168 247 → 266); it gains with 32
-    (see STAGED_PACED_RING_BYTES) and 40 (5120 255 → 248, in clusters 10240 252 → 247, 20480 250 → 247). With 64 it
-    would spill. Not timed, so without pace: with db types of two sizes, and with 32 columns or in clusters larger
-    types, and RMSNorm, which sums db where the types of x and dy differ.
+    (see _ring_bytes()) and 40 (5120 255 → 248, in clusters 10240 252 → 247, 20480 250 → 247). In float32 it gains with
+    16 (256 252.6 → 246.8), 32 (1024 248.8 → 243.0, 16384 252.3 → 246.6, in clusters of eight 32768 255.4 → 247.6) and
+    40 (10240 249.3 → 244.5), but not in clusters of sixteen (65536 247.5 → 266.4), where not full (14336 249.4 →
+    272.9), nor for all lengths with 24 (768 249.6 → 244.6, 3072 248.6 → 253.7). With 64 it would spill. Not timed, so
+    without pace: with db types of two sizes, and with 32 columns or in clusters float64, and RMSNorm, which sums db
+    where the types of x and dy differ.
     """
     norm, x, dy, sums_db, vector = kind
     per_thread, group = held
@@ -359,10 +355,41 @@ def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> 
         return vector
     if ITEMSIZE[x] != ITEMSIZE[dy]:
         return False
-    if cluster == 1 and per_thread in (16, 40):
-        return group >= WARP
-    timed = norm == "layernorm" and ITEMSIZE[x] == 2
-    return timed and (per_thread == 40 or (per_thread == 32 and cluster <= 2 and full))
+    if norm == "layernorm" and ITEMSIZE[x] == 4:
+        return per_thread == 16 or (per_thread in (32, 40) and full and cluster <= 8)
+    if norm == "layernorm" and ITEMSIZE[x] == 2 and per_thread in (32, 40):
+        return per_thread == 40 or (full and cluster <= 2)
+    return cluster == 1 and per_thread in (16, 40) and group >= WARP
+
+
+def _ring_bytes(kind: Kind, per_thread: int, cluster: int, keeps_pace: bool) -> int:
+    """What is to be in flight on a multiprocessor, if that makes more than the least stages.
+
+    More lose: under the load some multiprocessors get ahead, by up to 15% at 160 KB, and in the end wait for the
+    others. 1 GB: RMSNorm, N=4096, main kernel, 247 us with 96 KB, 255 with 128 KB. With 112 KB LayerNorm gains, slower
+    over a row, where these make four stages of three: N=7168 260 → 247; and where it keeps pace RMSNorm: 7168 248 →
+    242, 14336 248 → 243. With 128 KB large clusters gain, whose blocks wait for each other across multiprocessors:
+    N=65536 255 with 96 KB, 244 so, 247 with 160 KB; and of those that keep pace LayerNorm with db (1024 244 → 243.5,
+    4096 249 → 244, 8192 248.5 → 243), RMSNorm of 16-bit types with 24 columns a thread (1536 242.8 → 241.6, 12288
+    243.2 → 241.6) and in clusters of four (32768 246.7 → 242.8); but 512 243.3 → 250.6, 4096 241.3 → 243.2, LayerNorm
+    512 248.4 → 249.8. Without db, and RMSNorm in float32, it was not timed.
+    """
+    norm, x, _, sums_db, vector = kind
+    if cluster >= 8:
+        return STAGED_LARGE_RING_BYTES
+    if not vector:
+        return STAGED_SINGLE_COLUMNS_RING_BYTES[norm]
+    if norm == "rmsnorm":
+        large = ITEMSIZE[x] == 2 and not sums_db and (per_thread == 24 or (per_thread == 32 and cluster == 4))
+    else:
+        large = sums_db and (per_thread == 32 or (per_thread == 16 and ITEMSIZE[x] == 4))
+    return STAGED_LARGE_RING_BYTES if keeps_pace and large else STAGED_RING_BYTES
+
+
+def _lead(bytes_of_steps: int, blocks: int) -> int:
+    """In quarters of a step, given a step's bytes in all blocks of a multiprocessor."""
+    most = MOST_LEAD if blocks == 1 else MOST_LEAD_OF_SEVERAL
+    return min(most, max(1, round(4 * LEAD_BYTES / bytes_of_steps)))
 
 
 def _slab(columns: int, cluster: int, width: int) -> int:
@@ -452,14 +479,20 @@ def _takes_part(x: str, held: tuple[int, int]) -> bool:
     return group < WARP and per_thread != columns_per_thread(x)
 
 
-def _block_threads(x: str, vector: bool, per_thread: int) -> int:
+def _block_threads(kind: Kind, per_thread: int, keeps_pace: bool) -> int:
     """Of a block with several groups: as many as there may be, for fewer partial rows of dw and db, and one ring.
 
     RMSNorm, N=4096, 25 MB, where walkers met: 17.4 us with four warps, 16.9 with eight; LayerNorm 19.5 and 18.6. But
-    half as many where all would wait for each other's copies (staged.cuh: a team is then a whole block).
+    half as many where all would wait for each other's copies (staged.cuh: a team is then a whole block), unless
+    RMSNorm of 16-bit types keeps pace there: 1 GB, N=1536 244.1 → 242.8 us, 768 243.5 → 243.0, which both gain more
+    from a larger ring then (_ring_bytes()). Without pace 3072 lost at 100 MB, 35.9 → 37.8, LayerNorm at 1 GB, 246.7 →
+    248.9. Not timed in float32.
     """
+    norm, x, _, sums_db, vector = kind
     teams = vector and per_thread * compute_itemsize(x) >= 128
-    return STAGED_MAX_THREADS if teams or per_thread == columns_per_thread(x) else STAGED_MAX_THREADS // 2
+    may_wait = keeps_pace and norm == "rmsnorm" and not sums_db and ITEMSIZE[x] == 2 and per_thread == 24
+    many = teams or may_wait or per_thread == columns_per_thread(x)
+    return STAGED_MAX_THREADS if many else STAGED_MAX_THREADS // 2
 
 
 def _groups(block_threads: int, group: int, rows: int) -> int:
@@ -619,7 +652,7 @@ def _data_bytes(problem: NormProblem) -> int:
 
 
 def pace(config: BackwardConfig | ForwardConfig, rows: int, walkers: int) -> tuple[int, int]:
-    """How many steps ahead of the average a walker may be (0: as it likes), and counters of steps."""
+    """How many quarters of a step ahead of the average a walker may be (0: as it likes), and counters of steps."""
     return config.lead if _is_long(rows, config.groups, walkers) else 0, config.step_counters
 
 
@@ -642,12 +675,14 @@ def _drawn_part(norm: str, x: str, held: tuple[int, int], cluster: int, blocks: 
     return DRAWN_PART if whole_warps or held[0] == 24 else DRAWN_PART_SHORT
 
 
+def _forward_keeps_pace(norm: str, per_thread: int, cluster: int, vector: bool) -> bool:
+    """Clusters alone, for these do not draw; with 24 or 40 columns a thread they took up to 3% more."""
+    many = per_thread == STAGED_MANY_COLUMNS_PER_THREAD
+    return vector and cluster > 1 and (many or (per_thread == 32 and norm == "rmsnorm"))
+
+
 def _forward_lead(norm: str, per_thread: int, cluster: int) -> int:
-    if cluster == 1:
-        return 0
-    if per_thread == STAGED_MANY_COLUMNS_PER_THREAD:  # kPaced of forward_staged.cu
-        return LEAD_FORWARD_MANY[norm][cluster]
-    return LEAD_FORWARD if norm == "rmsnorm" and per_thread == 32 else 0
+    return LEAD_FORWARD_MANY[norm][cluster] if per_thread == STAGED_MANY_COLUMNS_PER_THREAD else LEAD_FORWARD
 
 
 def forward_steps(config: ForwardConfig, rows: int, walkers: int) -> tuple[int, int, int]:
@@ -664,14 +699,22 @@ def forward_steps(config: ForwardConfig, rows: int, walkers: int) -> tuple[int, 
 _CLUSTERS_OF_132 = {2: 66, 4: 30, 8: 15, 16: 7}
 
 
+def _usual_clusters(cluster: int, device: Device) -> int:
+    """With one block on each multiprocessor; of units that were not looked at, as many as have room."""
+    known = _CLUSTERS_OF_132 if device.multiprocessors == 132 else {}
+    return known.get(cluster, device.multiprocessors // cluster)
+
+
 def clusters_at_once(reported: int, cluster: int, device: Device) -> int:
     """How many clusters walk the rows, given what the driver reports for this very unit.
 
     Units of one model differ in which multiprocessors are switched off, and so in what they report; the walkers
     set the order of the sums in dw and db, which are to be the same on all of them.
     """
-    usual = _CLUSTERS_OF_132.get(cluster) if device.multiprocessors == 132 else None
-    return reported if usual is None else usual * max(1, round(reported / usual))
+    if cluster == 1 or device.multiprocessors != 132:
+        return reported
+    usual = _usual_clusters(cluster, device)
+    return usual * max(1, round(reported / usual))
 
 
 def sums_walkers(config: BackwardConfig, problem: NormProblem, device: Device) -> int:
@@ -769,10 +812,12 @@ def _forward_staged(
                 if problem.norm == "layernorm" and _takes_part(name, held) and per_thread == 24:
                     least = FORWARD_STAGED_LEAST_STAGES_24
                 stages = min(stages, max(least, wanted))
+                paced = _forward_keeps_pace(problem.norm, per_thread, cluster, vector > 1)
+                staged = _staged_definitions(per_thread, cluster, _takes_part(name, held), paced)
                 return ForwardConfig(
                     "forward_staged.cu",
                     "forward_staged",
-                    (*definitions, *_staged_definitions(per_thread, cluster, _takes_part(name, held))),
+                    (*definitions, *staged),
                     threads,
                     group,
                     slab_columns=slab,
@@ -780,7 +825,7 @@ def _forward_staged(
                     stages=stages,
                     shared_bytes=max(min(step_bytes * stages + w_bytes, room), device.shared_bytes // (blocks + 1)),
                     drawn_part=_drawn_part(problem.norm, name, held, cluster, blocks),
-                    lead=_forward_lead(problem.norm, per_thread, cluster) if vector > 1 else 0,
+                    lead=_forward_lead(problem.norm, per_thread, cluster) if paced else 0,
                 )
     return None
 
@@ -833,7 +878,11 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         for per_thread in parts:
             direct = (*definitions, *_direct_forward_definitions(per_thread, True))
             yield Variant("forward.cu", ("forward_direct",), direct)
-        yield from _staged_variants("forward_staged", definitions, x, device, choices, parts)
+
+        def paced(held: tuple[int, int], cluster: int, _: bool, norm: str = norm, vector: bool = vector) -> bool:
+            return _forward_keeps_pace(norm, held[0], cluster, vector)
+
+        yield from _staged_variants("forward_staged", definitions, x, device, choices, parts, paced)
     for x, streaming in product(FLOAT_NAMES, (False, True)):
         yield Variant("triad.cu", ("triad",), triad_definitions(x, streaming))
 
@@ -845,7 +894,7 @@ def _staged_variants(
     device: Device,
     choice_of: Callable[[int, Device], Choice],
     part_of_warp: Iterable[int],
-    paced_of: Callable[[tuple[int, int], int, bool], bool] = lambda held, cluster, full: False,
+    paced_of: Callable[[tuple[int, int], int, bool], bool],
 ) -> Iterator[Variant]:
     """One for every pair of columns a thread and blocks a cluster, two where pace is kept by some rows only."""
     if not device.has_clusters:
