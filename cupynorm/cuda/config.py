@@ -60,15 +60,17 @@ DRAWN_LEAST_STEPS = 16
 # In launches with so many steps a walker and more, walkers keep pace: so many quarters of a step less than the average
 # may one have before it. 1 GB, RMSNorm, N=4096: 246 us without, 255 with four, 242 with eight, 246 with sixteen.
 PACE_LEAST_STEPS = 48
-# Backward, of so many bytes on a multiprocessor, but no more than two steps of the only block there, or 7/4 of one of
-# several: 1 GB, RMSNorm, N=5120 and 20480, of 40 KB a step, 244.6 and 244.7 us with eight, 241.3 and 241.2 with six,
-# LayerNorm's 5120 247.2 and 244.4; N=1024 and 4096, of 32 KB, 241.4 and 241.3 with eight, 246.4 and 244.2 with six,
-# 240.6 and 243.2 with nine; N=256, two blocks of 16 KB, 247.5 with eight, 245.3 with seven.
-LEAD_BYTES, MOST_LEAD, MOST_LEAD_OF_SEVERAL = 60 << 10, 8, 7
+# Backward, as many quarters as make so many bytes, of a step in all blocks of a multiprocessor, but no more than two
+# steps of the only block there, or 7/4 of one of several: 1 GB, RMSNorm, N=5120 and 20480, of 40 KB a step, 244.6 and
+# 244.7 us with eight, 241.3 and 241.2 with six, LayerNorm's 5120 247.2 and 244.4; N=1024 and 4096, of 32 KB, 241.4 and
+# 241.3 with eight, 246.4 and 244.2 with six, 240.6 and 243.2 with nine; N=256, two blocks of 16 KB, 247.5 with eight,
+# 245.3 with seven; float32, N=8192, of 64 KB, 250.9 with eight, 241.8 with four.
+LEAD_BYTES, MOST_LEAD, MOST_LEAD_OF_SEVERAL = 64 << 10, 8, 7
 # Forward, in clusters, RMSNorm N=16384: 174 us without, 168 with eight, 167 with twelve, 171 with twenty; ten to
 # thirteen are within 0.3%. Of 64 columns a thread, by blocks of a cluster, each with three to six: RMSNorm, N=131072
 # 172.6, 167.5, 166.7, 167.1 us; LayerNorm, 32768 182.4, 172.1, 167.7, 168.6; with seven to ten 65536 168.9, 171.8,
-# 173.2, 174.1, 131072 168.1, 169.6, 170.5, 170.7. LayerNorm, 262144 170.5 without, with eight to twenty 173.7 to 174.0.
+# 173.2, 174.1, 131072 168.1, 169.6, 170.5, 170.7; 262144 170.5 without, with eight to twenty 173.7 to 174.0 (compiled
+# for pace all the same: else 172.4, beside 169.5).
 LEAD_FORWARD = 12
 LEAD_FORWARD_MANY = {"rmsnorm": {8: 5, 16: 5}, "layernorm": {2: 5, 4: 7, 8: 7, 16: 0}}
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
@@ -305,7 +307,8 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
             outer_bytes = _column_sums_bytes(problem, per_thread) * threads
             step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
             least_bytes = blocks * STAGED_LEAST_STAGES * step_bytes
-            keeps_pace = paced and _is_long(problem.rows, groups, _usual_clusters(cluster, device) * blocks)
+            long = _is_long(problem.rows, groups, _usual_clusters(cluster, device) * blocks)
+            keeps_pace = paced and long and (problem.want_dw or problem.want_db)  # where they meet
             too_large = limited and least_bytes > STAGED_MOST_RING_BYTES
             too_many = groups > 1 and threads > _block_threads(kind, per_thread, keeps_pace)
             if (too_large or too_many) and (groups, blocks) != pairs[-1]:
@@ -313,7 +316,7 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
             room = device.shared_bytes // blocks - _staged_static_bytes(name, cluster) - outer_bytes
             stages = min(room // step_bytes, STAGED_MOST_STAGES)
             if stages >= STAGED_LEAST_STAGES:
-                ring_bytes = _ring_bytes(kind, per_thread, cluster, keeps_pace)
+                ring_bytes = _ring_bytes(kind, per_thread, cluster, blocks, keeps_pace)
                 stages = min(stages, max(STAGED_LEAST_STAGES, ring_bytes // (blocks * step_bytes)))
                 staged = _staged_definitions(per_thread, cluster, _takes_part(name, held), paced)
                 return BackwardConfig(
@@ -344,10 +347,10 @@ def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> 
     → 268 us), and with 32 in clusters of four and more (65536 249 → 265) or not full (7168 247 → 266); it gains with 32
     (see _ring_bytes()) and 40 (5120 255 → 248, in clusters 10240 252 → 247, 20480 250 → 247). In float32 it gains with
     16 (256 252.6 → 246.8), 32 (1024 248.8 → 243.0, 16384 252.3 → 246.6, in clusters of eight 32768 255.4 → 247.6) and
-    40 (10240 249.3 → 244.5), but not in clusters of sixteen (65536 247.5 → 266.4), where not full (14336 249.4 →
-    272.9), nor for all lengths with 24 (768 249.6 → 244.6, 3072 248.6 → 253.7). With 64 it would spill. Not timed, so
-    without pace: with db types of two sizes, and with 32 columns or in clusters float64, and RMSNorm, which sums db
-    where the types of x and dy differ.
+    40 (10240 249.3 → 244.5), but with 32 not in clusters of sixteen (65536 247.5 → 266.4) nor where not full (14336
+    249.4 → 272.9), nor for all lengths with 24 (768 249.6 → 244.6, 3072 248.6 → 253.7). With 64 it would spill. Not
+    timed, so without pace: with db types of two sizes, float32 with 40 columns in clusters where not full, and with 32
+    columns or in clusters float64, and RMSNorm, which sums db where the types of x and dy differ.
     """
     norm, x, dy, sums_db, vector = kind
     per_thread, group = held
@@ -356,23 +359,24 @@ def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> 
     if ITEMSIZE[x] != ITEMSIZE[dy]:
         return False
     if norm == "layernorm" and ITEMSIZE[x] == 4:
-        return per_thread == 16 or (per_thread in (32, 40) and full and cluster <= 8)
+        gains = per_thread in (32, 40) and full and cluster <= 8
+        return gains or per_thread == 16 or (per_thread == 40 and cluster == 1)
     if norm == "layernorm" and ITEMSIZE[x] == 2 and per_thread in (32, 40):
         return per_thread == 40 or (full and cluster <= 2)
     return cluster == 1 and per_thread in (16, 40) and group >= WARP
 
 
-def _ring_bytes(kind: Kind, per_thread: int, cluster: int, keeps_pace: bool) -> int:
-    """What is to be in flight on a multiprocessor, if that makes more than the least stages.
+def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pace: bool) -> int:
+    """What the `blocks` on a multiprocessor are to have in flight, if that makes more than the least stages.
 
-    More lose: under the load some multiprocessors get ahead, by up to 15% at 160 KB, and in the end wait for the
+    More bytes lose: under the load some multiprocessors get ahead, by up to 15% at 160 KB, and in the end wait for the
     others. 1 GB: RMSNorm, N=4096, main kernel, 247 us with 96 KB, 255 with 128 KB. With 112 KB LayerNorm gains, slower
     over a row, where these make four stages of three: N=7168 260 → 247; and where it keeps pace RMSNorm: 7168 248 →
     242, 14336 248 → 243. With 128 KB large clusters gain, whose blocks wait for each other across multiprocessors:
     N=65536 255 with 96 KB, 244 so, 247 with 160 KB; and of those that keep pace LayerNorm with db (1024 244 → 243.5,
     4096 249 → 244, 8192 248.5 → 243), RMSNorm of 16-bit types with 24 columns a thread (1536 242.8 → 241.6, 12288
-    243.2 → 241.6) and in clusters of four (32768 246.7 → 242.8); but 512 243.3 → 250.6, 4096 241.3 → 243.2, LayerNorm
-    512 248.4 → 249.8. Without db, and RMSNorm in float32, it was not timed.
+    243.2 → 241.6; two blocks of four warps took 247.3 at 1536) and in clusters of four (32768 246.7 → 242.8); but 512
+    243.3 → 250.6, 4096 241.3 → 243.2, LayerNorm 512 248.4 → 252.4. Not timed: LayerNorm without db, RMSNorm in float32.
     """
     norm, x, _, sums_db, vector = kind
     if cluster >= 8:
@@ -380,7 +384,8 @@ def _ring_bytes(kind: Kind, per_thread: int, cluster: int, keeps_pace: bool) -> 
     if not vector:
         return STAGED_SINGLE_COLUMNS_RING_BYTES[norm]
     if norm == "rmsnorm":
-        large = ITEMSIZE[x] == 2 and not sums_db and (per_thread == 24 or (per_thread == 32 and cluster == 4))
+        many = (per_thread == 24 and blocks == 1) or (per_thread == 32 and cluster == 4)
+        large = many and ITEMSIZE[x] == 2 and not sums_db
     else:
         large = sums_db and (per_thread == 32 or (per_thread == 16 and ITEMSIZE[x] == 4))
     return STAGED_LARGE_RING_BYTES if keeps_pace and large else STAGED_RING_BYTES
@@ -389,7 +394,7 @@ def _ring_bytes(kind: Kind, per_thread: int, cluster: int, keeps_pace: bool) -> 
 def _lead(bytes_of_steps: int, blocks: int) -> int:
     """In quarters of a step, given a step's bytes in all blocks of a multiprocessor."""
     most = MOST_LEAD if blocks == 1 else MOST_LEAD_OF_SEVERAL
-    return min(most, max(1, round(4 * LEAD_BYTES / bytes_of_steps)))
+    return min(most, round(4 * LEAD_BYTES / bytes_of_steps))
 
 
 def _slab(columns: int, cluster: int, width: int) -> int:
@@ -484,9 +489,9 @@ def _block_threads(kind: Kind, per_thread: int, keeps_pace: bool) -> int:
 
     RMSNorm, N=4096, 25 MB, where walkers met: 17.4 us with four warps, 16.9 with eight; LayerNorm 19.5 and 18.6. But
     half as many where all would wait for each other's copies (staged.cuh: a team is then a whole block), unless
-    RMSNorm of 16-bit types keeps pace there: 1 GB, N=1536 244.1 → 242.8 us, 768 243.5 → 243.0, which both gain more
-    from a larger ring then (_ring_bytes()). Without pace 3072 lost at 100 MB, 35.9 → 37.8, LayerNorm at 1 GB, 246.7 →
-    248.9. Not timed in float32.
+    RMSNorm of 16-bit types keeps pace there: eight gain with the larger ring of _ring_bytes(), 1 GB, N=384 244.3 →
+    243.9 us, 768 243.5 → 242.2, 1536 244.1 → 241.6, 3072 243.3 → 242.5 (with the smaller one 247.4, 243.0, 242.8,
+    244.0). Without pace 3072 lost at 100 MB, 35.9 → 37.8, LayerNorm at 1 GB, 246.7 → 248.9. Not timed in float32.
     """
     norm, x, _, sums_db, vector = kind
     teams = vector and per_thread * compute_itemsize(x) >= 128
