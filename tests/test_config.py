@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -74,13 +75,19 @@ def device(request):
     return DEVICES[request.param]
 
 
+@functools.cache
+def compiled_for(device):
+    return {(v.file, v.definitions) for v in config.variants(device.compute_capability)}
+
+
+@pytest.mark.parametrize(("norm", "rows"), [("layernorm", 4096), ("rmsnorm", 4096), ("rmsnorm", 1 << 20)])
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("dy", DTYPES)
 @pytest.mark.parametrize("x", DTYPES)
-def test_backward_configs_hold_their_rows(device, x, dy, aligned):
-    compiled = {(v.file, v.definitions) for v in config.variants(device.compute_capability)}
+def test_backward_configs_hold_their_rows(device, x, dy, aligned, norm, rows):
+    compiled = compiled_for(device)
     for columns in COLUMNS:
-        chosen = config.backward_config(backward(columns, x, dy), aligned, device)
+        chosen = config.backward_config(backward(columns, x, dy, rows, norm), aligned, device)
         at = f"{columns} columns: {chosen}"
         vector = "VECTOR=1" in chosen.definitions
         assert (chosen.slabs - 1) * chosen.slab_columns < columns <= chosen.slabs * chosen.slab_columns, at
@@ -113,13 +120,14 @@ def what_orders_a_rows_sums(chosen: config.BackwardConfig) -> tuple[object, ...]
     return chosen.route, chosen.definitions, chosen.group_threads, chosen.slab_columns, chosen.slabs, chosen.cluster
 
 
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("x", DTYPES)
-def test_what_orders_a_rows_sums_does_not_depend_on_the_number_of_rows(device, x, aligned):
+def test_what_orders_a_rows_sums_does_not_depend_on_the_number_of_rows(device, x, aligned, norm):
     for columns in COLUMNS:
-        many = config.backward_config(backward(columns, x, x, 1 << 20), aligned, device)
+        many = config.backward_config(backward(columns, x, x, 1 << 20, norm), aligned, device)
         for rows in (1, 2, 3, 5, 8, 100):
-            few = config.backward_config(backward(columns, x, x, rows), aligned, device)
+            few = config.backward_config(backward(columns, x, x, rows, norm), aligned, device)
             assert what_orders_a_rows_sums(few) == what_orders_a_rows_sums(many), (columns, rows)
 
 
@@ -488,6 +496,13 @@ PACED_LAYERNORM = {
 }
 
 
+@pytest.mark.parametrize("device", ["sm_75", "sm_80"])
+@pytest.mark.parametrize("name", DTYPES)
+def test_nobody_keeps_pace_without_clusters(name, device):
+    for norm, columns in product(("rmsnorm", "layernorm"), PACE_LENGTHS):
+        assert config.backward_config(backward(columns, name, name, norm=norm), True, DEVICES[device]).lead == 0
+
+
 @pytest.mark.parametrize("name", DTYPES)
 def test_who_keeps_pace(name):
     """On an H200: RMSNorm's backward pass wherever it reads vectors, LayerNorm's where it gained; forward, clusters."""
@@ -519,6 +534,8 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
             config.forward_config(forward, aligned, device),
         ):
             if not chosen.lead:
+                idle = norm == "layernorm" and {"COLUMNS_PER_THREAD=64", "CLUSTER=16"} <= set(chosen.definitions)
+                assert "PACED=1" not in chosen.definitions or (idle and chosen.kernel == "forward_staged")
                 continue
             assert {"PACED=1", "VECTOR=1"} <= set(chosen.definitions), (columns, aligned)
             assert config.pace(chosen, 48 * chosen.groups, 1)[0] == chosen.lead
@@ -556,15 +573,15 @@ def test_a_walker_of_larger_steps_has_fewer_before_the_others(norm, columns, nam
         ("layernorm", 4096, "float16", 4, 3),
         ("layernorm", 16384, "float32", 4, 3),
         ("layernorm", 8192, "float32", 4, 3),
-        ("layernorm", 7168, "bfloat16", 4, 4),  # keeps no pace,
-        ("layernorm", 32768, "bfloat16", 3, 3),
-        ("layernorm", 5120, "bfloat16", 3, 3),  # or has other columns a thread
-        ("layernorm", 512, "bfloat16", 3, 3),
-        ("rmsnorm", 512, "bfloat16", 3, 3),
-        ("rmsnorm", 4096, "bfloat16", 3, 3),
         ("rmsnorm", 32768, "bfloat16", 4, 3),
         ("rmsnorm", 6144, "bfloat16", 5, 4),
         ("rmsnorm", 12288, "float16", 5, 4),
+        ("layernorm", 7168, "bfloat16", 4, 4),  # keeps no pace
+        ("layernorm", 32768, "bfloat16", 3, 3),
+        ("layernorm", 5120, "bfloat16", 3, 3),  # from here on: would lose, or have no room for one more
+        ("layernorm", 512, "bfloat16", 3, 3),
+        ("rmsnorm", 512, "bfloat16", 3, 3),
+        ("rmsnorm", 4096, "bfloat16", 3, 3),
     ],
 )
 def test_more_is_in_flight_where_pace_is_kept(norm, columns, name, long, short):
@@ -597,6 +614,27 @@ def test_rmsnorm_with_24_columns_a_thread_has_larger_blocks_where_pace_is_kept(c
         assert chosen.stages == (5 if large else 4)
         assert chosen.step_counters == (1 if large else config.STEP_COUNTERS)
         assert ("PACED=1" in chosen.definitions) == (norm == "rmsnorm")
+
+
+@pytest.mark.parametrize("columns", [384, 768, 1536, 3072, 6144, 12288, 32768])
+def test_a_long_launch_where_nobody_meets_is_as_a_short_one(columns):
+    """dx alone: no pace is kept (test_plan.py), so there are no larger blocks and rings."""
+    problem = replace(backward(columns, "bfloat16", "bfloat16", 1 << 20, "rmsnorm"), want_dw=False)
+    long, short = (
+        config.backward_config(replace(problem, rows=rows), True, DEVICES["sm_90"]) for rows in (1 << 20, 4096)
+    )
+    assert long == short
+
+
+@pytest.mark.parametrize("columns", [520, 768])
+def test_blocks_beside_others_have_no_more_in_flight(columns):
+    """Rows with gaps, of a warp each: eight blocks on a multiprocessor."""
+    problem = backward(columns, "bfloat16", "bfloat16", 1 << 20, "rmsnorm")
+    problem = replace(problem, x_row_stride=columns + 8, dy_row_stride=columns + 8)
+    long, short = (
+        config.backward_config(replace(problem, rows=rows), True, DEVICES["sm_90"]) for rows in (1 << 20, 4096)
+    )
+    assert (long.threads, long.stages) == (32, short.stages)
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)

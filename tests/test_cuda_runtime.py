@@ -194,14 +194,14 @@ def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, colu
     assert_a_graph_gives(streams[0], lambda: function(x, *arguments, out=outputs[0]), outputs[0], expected)
 
 
-PACED_LAYERNORM = {"bfloat16": (512, 1024, 4096, 5120, 16384, 20480), "float32": (256, 4096, 16384, 32768)}
-PACED = [
-    *((n, "bfloat16") for n in (128, 384, 512, 1001, 1024, 1536, 3072, 4096, 5120, 7168, 16384, 20480, 32768, 65536))
-]
-PACED += [(n, "float32") for n in (256, 768, 4096, 16384, 32768)]
+LAYERNORM_KEEPS_PACE = {"bfloat16": (512, 1024, 4096, 5120, 16384, 20480), "float32": (256, 4096, 16384, 32768)}
+PACE_CASES = {
+    "bfloat16": (128, 384, 512, 1001, 1024, 1536, 3072, 4096, 5120, 7168, 16384, 20480, 32768, 65536),
+    "float32": (256, 768, 4096, 16384, 32768),
+}
 
 
-@pytest.mark.parametrize(("columns", "dtype"), PACED)
+@pytest.mark.parametrize(("dtype", "columns"), [(dtype, n) for dtype, lengths in PACE_CASES.items() for n in lengths])
 def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int, dtype: str) -> None:
     """Whether walkers keep pace, and how closely, changes no bits: in one call after another, and on two streams at
     once, where blocks wait for some that have not started. What counts their steps is zero again in the end."""
@@ -227,11 +227,12 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int, dtype: s
     monkeypatch.setattr(config, "pace", lambda *given: asked.append(keep(*given)) or asked[-1])
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     outputs = [tuple(poisoned(cupy, like.shape, like.dtype) for like in expected) for _ in streams]
-    many = {norm: dict.fromkeys(leads, 1) for norm, leads in config.LEAD_FORWARD_MANY.items()}
-    closest = {"LEAD_BYTES": 1, "LEAD_FORWARD": 1, "LEAD_FORWARD_MANY": many}
-    for leads in ({}, closest):
-        for name, lead in leads.items():
-            monkeypatch.setattr(config, name, lead)
+    for closest in (None, 4, 1):  # as usual; a step; so close that walkers may give it up
+        if closest:
+            many = {norm: dict.fromkeys(leads, closest) for norm, leads in config.LEAD_FORWARD_MANY.items()}
+            monkeypatch.setattr(config, "LEAD_FORWARD_MANY", many)
+            for name in ("LEAD_FORWARD", "MOST_LEAD", "MOST_LEAD_OF_SEVERAL"):
+                monkeypatch.setattr(config, name, closest)
         asked.clear()
         dispatch.plan_of.cache_clear()
         for out in outputs:
@@ -248,8 +249,8 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int, dtype: s
             assert not cupy.ndarray((config.STEP_COUNTERS_BYTES,), np.uint8, kept).any()
         if cupy.cuda.Device().compute_capability == "90":
             assert (asked[1][0] > 0) == (columns != 1001)  # of RMSNorm's backward pass
-            assert (asked[3][0] > 0) == (columns in PACED_LAYERNORM[dtype])
-            assert {lead for lead, _ in asked} <= {0, 1} or not leads
+            assert (asked[3][0] > 0) == (columns in LAYERNORM_KEEPS_PACE[dtype])
+            assert {lead for lead, _ in asked} <= {0, closest} or not closest
         assert_a_graph_gives(streams[0], lambda: results(outputs[0]), outputs[0], expected)
     dispatch.plan_of.cache_clear()
 
@@ -258,7 +259,7 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int, dtype: s
     ("columns", "dtype"), [(384, "bfloat16"), (768, "float16"), (1536, "bfloat16"), (3072, "float32")]
 )
 def test_a_row_has_the_same_bits_in_short_and_long_launches(cupy: Any, columns: int, dtype: str) -> None:
-    """A long one may have other blocks (RMSNorm with 24 columns a thread): a row's sums do not depend on them."""
+    """A long one may have other blocks (of 24 columns a thread, of float32): a row's sums do not depend on them."""
     random = cupy.random.default_rng(columns)
     shape = (66_000_000 // columns, columns)
     x, dy = (random.standard_normal(shape, np.float32).astype(DTYPES[dtype]) for _ in range(2))
