@@ -5,7 +5,7 @@
 A TREE is a commit, or `.` for this checkout as it lies there; behind a colon, it may set launch choices, constants of
 cupynorm/cuda/config.py, to Python literals:
 
-    python asv_bench/compare.py HEAD~1 . ".:STAGED_RING_BYTES=131072,LEAD_BYTES=65536" --only 4096
+    python asv_bench/compare.py HEAD~1 . ".:STAGED_RING_BYTES=131072,LEAD_BYTES=98304" --only 4096
 
 The rows are those of roofline.py. In each round every tree has its turn, in a process of its own; what a tree reads is
 the median over the rounds, each of which is a median itself. Machines drift: compare within a row, and look at
