@@ -79,8 +79,8 @@ constexpr int kThreadsAtOnce = kColumnsPerThread == 24 && (sizeof(X) < 4 || !kWa
 // loop of their own. LayerNorm with db: in clusters it saves 24 registers, N=14336 at 1 GB 247 → 245 us, 131072 265 → 262,
 // others within 1%; without, where pace is kept, N=8192 at 100 MB 39.6 → 37.9, others within 0.5%. It takes some 10% longer to
 // compile. Not where it lost, 7168 at 1 GB 247 → 254, 384 250 → 255, 512 248 → 250, nor with 40 columns, and with 24 without
-// clusters, where it gained less than 1% at 1 GB (at 100 MB up to 3.6%, N=768). Larger types were not timed. N=65536 at 1 GB,
-// which did not lose as this was tried, reads 249 → 252 as it is.
+// clusters, where it gained less than 1% at 1 GB (at 100 MB up to 3.6%, N=768). Larger types were not timed. N=65536 at 1 GB
+// takes 247.9 to 249.5 us in compare.py, 248.2 with this in the loop.
 constexpr bool kHoldsBack = kLayerNorm && kWantDb && kVector > 1 && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps &&
                             (kClustered ? kColumnsPerThread < 40 : kColumnsPerThread == 32 && PACED);
 

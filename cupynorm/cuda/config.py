@@ -64,13 +64,14 @@ PACE_LEAST_STEPS = 48
 # steps of the only block there, or 7/4 of one of several: 1 GB, RMSNorm, N=5120 and 20480, of 40 KB a step, 244.6 and
 # 244.7 us with eight, 241.3 and 241.2 with six, LayerNorm's 5120 247.2 and 244.4; N=1024 and 4096, of 32 KB, 241.4 and
 # 241.3 with eight, 246.4 and 244.2 with six, 240.6 and 243.2 with nine; N=256, two blocks of 16 KB, 247.5 with eight,
-# 245.3 with seven; float32, N=8192, of 64 KB, 250.9 with eight, 241.8 with four.
+# 245.3 with seven; float32, N=8192, of 64 KB, 250.9 with eight, 241.8 with four. But LayerNorm's 20480 takes 247.9 with
+# eight, 249.0 with six.
 LEAD_BYTES, MOST_LEAD, MOST_LEAD_OF_SEVERAL = 64 << 10, 8, 7
 # Forward, in clusters, RMSNorm N=16384: 174 us without, 168 with eight, 167 with twelve, 171 with twenty; ten to
-# thirteen are within 0.3%. Of 64 columns a thread, by blocks of a cluster, each with three to six: RMSNorm, N=131072
+# thirteen are within 0.4%. Of 64 columns a thread, by blocks of a cluster, each with three to six: RMSNorm, N=131072
 # 172.6, 167.5, 166.7, 167.1 us; LayerNorm, 32768 182.4, 172.1, 167.7, 168.6; with seven to ten 65536 168.9, 171.8,
-# 173.2, 174.1, 131072 168.1, 169.6, 170.5, 170.7; 262144 170.5 without, with eight to twenty 173.7 to 174.0 (compiled
-# for pace all the same: else 172.4, beside 169.5).
+# 173.2, 174.1, 131072 168.1, 169.6, 170.5, 170.7; 262144 170.5 without, with eight to twenty 173.7 to 174.0 (lead
+# 0, but compiled with PACED=1: 169.5; without it 172.4).
 LEAD_FORWARD = 12
 LEAD_FORWARD_MANY = {"rmsnorm": {8: 5, 16: 5}, "layernorm": {2: 5, 4: 7, 8: 7, 16: 0}}
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
@@ -345,12 +346,13 @@ def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> 
     `held` is what _short_row() or _staged_threads() chose; `full` says that the lanes of every block, but perhaps the
     last of a cluster, all hold as many columns. With db LayerNorm loses, at 1 GB, with 24 columns a thread (N=3072 246
     → 268 us), and with 32 in clusters of four and more (65536 249 → 265) or not full (7168 247 → 266); it gains with 32
-    (see _ring_bytes()) and 40 (5120 255 → 248, in clusters 10240 252 → 247, 20480 250 → 247). In float32 it gains with
-    16 (256 252.6 → 246.8), 32 (1024 248.8 → 243.0, 16384 252.3 → 246.6, in clusters of eight 32768 255.4 → 247.6) and
-    40 (10240 249.3 → 244.5), but with 32 not in clusters of sixteen (65536 247.5 → 266.4) nor where not full (14336
-    249.4 → 272.9), nor for all lengths with 24 (768 249.6 → 244.6, 3072 248.6 → 253.7). With 64 it would spill. Not
-    timed, so without pace: with db types of two sizes, float32 with 40 columns in clusters where not full, and with 32
-    columns or in clusters float64, and RMSNorm, which sums db where the types of x and dy differ.
+    (see _ring_bytes()) and 40 (5120 255 → 248, in clusters 10240 252 → 247, 20480 250 → 247, with eight quarters).
+    In float32 it gains with 16 (256 252.6 → 246.8), 32 (1024 248.8 → 243.0, 16384 252.3 → 246.6, in clusters of
+    eight 32768 255.4 → 247.6) and 40 (10240 249.3 → 244.5), but with 32 not in clusters of sixteen (65536 247.5 →
+    266.4) nor where not full (14336 249.4 → 272.9), nor for all lengths with 24 (768 249.6 → 244.6, 3072 248.6 →
+    253.7). With 64 it would spill. Not timed, so without pace: with db types of two sizes, float32 with 40 columns
+    in clusters where not full, and with 32 columns or in clusters float64, and RMSNorm, which sums db where the
+    types of x and dy differ.
     """
     norm, x, dy, sums_db, vector = kind
     per_thread, group = held
