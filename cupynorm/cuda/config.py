@@ -368,6 +368,12 @@ def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> 
     return cluster == 1 and per_thread in (16, 40) and group >= WARP
 
 
+def _has_short_steps(kind: Kind, per_thread: int) -> bool:
+    """RMSNorm of 16-bit types with 24 columns a thread: larger blocks and rings pay where it keeps pace."""
+    norm, x, _, sums_db, _ = kind
+    return norm == "rmsnorm" and ITEMSIZE[x] == 2 and not sums_db and per_thread == 24
+
+
 def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pace: bool) -> int:
     """What the `blocks` on a multiprocessor are to have in flight, if that makes more than the least stages.
 
@@ -386,8 +392,8 @@ def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pa
     if not vector:
         return STAGED_SINGLE_COLUMNS_RING_BYTES[norm]
     if norm == "rmsnorm":
-        many = (per_thread == 24 and blocks == 1) or (per_thread == 32 and cluster == 4)
-        large = many and ITEMSIZE[x] == 2 and not sums_db
+        large = _has_short_steps(kind, per_thread) and blocks == 1
+        large |= per_thread == 32 and cluster == 4 and ITEMSIZE[x] == 2 and not sums_db
     else:
         large = sums_db and (per_thread == 32 or (per_thread == 16 and ITEMSIZE[x] == 4))
     return STAGED_LARGE_RING_BYTES if keeps_pace and large else STAGED_RING_BYTES
@@ -495,9 +501,9 @@ def _block_threads(kind: Kind, per_thread: int, keeps_pace: bool) -> int:
     243.9 us, 768 243.5 → 242.2, 1536 244.1 → 241.6, 3072 243.3 → 242.5 (with the smaller one 247.4, 243.0, 242.8,
     244.0). Without pace 3072 lost at 100 MB, 35.9 → 37.8, LayerNorm at 1 GB, 246.7 → 248.9. Not timed in float32.
     """
-    norm, x, _, sums_db, vector = kind
+    _, x, _, _, vector = kind
     teams = vector and per_thread * compute_itemsize(x) >= 128
-    may_wait = keeps_pace and norm == "rmsnorm" and not sums_db and ITEMSIZE[x] == 2 and per_thread == 24
+    may_wait = keeps_pace and _has_short_steps(kind, per_thread)
     many = teams or may_wait or per_thread == columns_per_thread(x)
     return STAGED_MAX_THREADS if many else STAGED_MAX_THREADS // 2
 
@@ -917,7 +923,7 @@ def _staged_variants(
             yield Variant(f"{kernel}.cu", (kernel,), staged)
 
 
-def _staged_definitions(per_thread: int, cluster: int, part: bool, paced: bool = False) -> tuple[str, ...]:
+def _staged_definitions(per_thread: int, cluster: int, part: bool, paced: bool) -> tuple[str, ...]:
     pace_definitions = ("PACED=1",) if paced else ()
     return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}", *_part_definitions(part), *pace_definitions
 
