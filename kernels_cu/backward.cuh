@@ -213,22 +213,26 @@ struct ColumnSums {
         if constexpr (kWantDb) db[k][v] += db_term;
     }
 
-    // `find_target` makes the PartialRow, where it is needed.
-    template <class FindTarget> __device__ void row_done(const Columns& own, FindTarget find_target) {
-        if (++rows_since_flush < kRowsPerFlush) return;
-        if constexpr (!kManyColumns) flush();
-        else write_whole_block(find_target(), own);
+    // Once for each row, and once more, or with the last row, with `complete`; of a block with several groups that brings the
+    // sums into the second level. `find_target` makes the PartialRow, where it is needed.
+    template <class FindTarget>
+    __device__ void row_done(const Columns& own, FindTarget find_target, int group_threads, bool complete = false) {
+        if (++rows_since_flush < kRowsPerFlush && !complete) return;
+        if constexpr (kManyColumns) write_own_columns(find_target(), own);
+        else add_outer();
+        if (complete && group_threads == threads) return;
+        if constexpr (!kManyColumns) store_outer();
         flushed = true;
         clear();
     }
 
-    // The sums of all rows of the block, written to its partial row; to be called by all of its `threads`. The threads of
-    // several groups meet at a barrier.
+    // The sums of all rows of the block, which are complete, written to its partial row; to be called by all of its
+    // `threads`. The threads of several groups meet at a barrier.
     __device__ void write_partials(const PartialRow& target, const Columns& own, int group_threads) {
-        if (group_threads == threads || kManyColumns) {
-            write_whole_block(target, own);
+        if constexpr (kManyColumns) return;  // they are there
+        if (group_threads == threads) {
+            write_own_columns(target, own);
         } else {
-            flush();
             barrier_over(threads);
 #pragma unroll 1  // the second time its instructions are there
             for (int output = 0; output < (kWantDb ? 2 : 1); ++output) {
@@ -247,23 +251,20 @@ private:
         fill_columns(db, Compute(0));
     }
 
-    // Each thread adds into runs of its own: no barrier.
-    __device__ void flush() {
-        add_outer();
-        store_runs(outer, dw);
-        if constexpr (kWantDb) store_runs(outer_db(), db);
-    }
-
-    // Of a block that is one group.
-    __device__ void write_whole_block(const PartialRow& target, const Columns& own) {
-        if constexpr (!kManyColumns) {
-            add_outer();
-        } else if (flushed) {
+    // To the columns of a block that is one group.
+    __device__ void write_own_columns(const PartialRow& target, const Columns& own) {
+        if (kManyColumns && flushed) {
             if (target.dw) add_own(dw, target.dw, own);
             if (target.db) add_own(db, target.db, own);
         }
         if (target.dw) write_own(target.dw, dw, own);
         if (target.db) write_own(target.db, db, own);
+    }
+
+    // Each thread has runs of its own: no barrier.
+    __device__ void store_outer() const {
+        store_runs(outer, dw);
+        if constexpr (kWantDb) store_runs(outer_db(), db);
     }
 
     __device__ void add_outer() {

@@ -78,11 +78,12 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
                             current.statistics, coefficients);
             }
         }
-        if (row < a.rows) column_sums.row_done(own, partial_row);
+        if (row < a.rows) column_sums.row_done(own, partial_row, a.group_threads);
         if constexpr (kLoadAhead) current = next;
         else load(current, row + step);
     }
 
+    column_sums.row_done(own, partial_row, a.group_threads, true);
     const Attendance attendance = publish_columns(a, column_sums, partial_row, own, a.group_threads);
-    reduce_partials<kMaxThreads == 256 ? 16 : 8, Compute>(a, attendance, shared, 0, a.columns);
+    reduce_partials<kMaxThreads == 256 ? 10 : 8, Compute>(a, attendance, shared, 0, a.columns);
 }

@@ -81,9 +81,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
                 if (a.dx) second_half(dx + own.at(k), true, k, x[k], dy[k], w, statistics, coefficients);
             }
         }
-        column_sums.row_done(own, partial_row);
+        column_sums.row_done(own, partial_row, kThreads);
     }
 
+    column_sums.row_done(own, partial_row, kThreads, true);
     const Attendance attendance = publish_columns(a, column_sums, partial_row, own, kThreads);
-    reduce_partials<16, Compute>(a, attendance, shared, slab.first_column, slab.columns);
+    reduce_partials<10, Compute>(a, attendance, shared, slab.first_column, slab.columns);
 }

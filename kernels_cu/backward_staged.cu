@@ -77,12 +77,13 @@ constexpr int kThreadsAtOnce = kColumnsPerThread == 24 && (sizeof(X) < 4 || !kWa
 
 // Whether the second halves of the last two steps (where nobody meets, of the last one) come behind the partial row, in a
 // loop of their own. LayerNorm with db: in clusters it saves 24 registers, N=14336 at 1 GB 247 → 245 us, 131072 265 → 262,
-// others within 1%; without, where pace is kept, N=8192 at 100 MB 39.6 → 37.9, others within 0.5%. It takes some 10% longer to
-// compile. Not where it lost, 7168 at 1 GB 247 → 254, 384 250 → 255, 512 248 → 250, nor with 40 columns, and with 24 without
-// clusters, where it gained less than 1% at 1 GB (at 100 MB up to 3.6%, N=768). Larger types were not timed. N=65536 at 1 GB
-// takes 247.9 to 249.5 us in compare.py, 248.2 with this in the loop.
-constexpr bool kHoldsBack = kLayerNorm && kWantDb && kVector > 1 && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps &&
-                            (kClustered ? kColumnsPerThread < 40 : kColumnsPerThread == 32 && PACED);
+// others within 1%; without, where pace is kept, N=8192 at 100 MB 39.6 → 37.9, others within 0.5%, with 40 columns N=5120 at
+// 50 MB 27.2 → 26.6; single columns, N=4096 off 16 bytes at 100 MB 38.6 → 37.7, 12289 44.4 → 43.8. It takes some 10% longer to
+// compile. Not where it lost, 7168 at 1 GB 247 → 254, 384 250 → 255, 512 248 → 250, nor with 24 columns without clusters: N=1536 at
+// 50 MB 24.5 → 24.0, but 3 to 6% more at 6 MB, beside another tree. Larger types were not timed. N=65536 at 1 GB reads 247.5 to
+// 252.4 from run to run as it is, 248 and 249 before.
+constexpr bool kHoldsBack = kLayerNorm && kWantDb && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps && !kManyColumns &&
+                            (kClustered || kVector == 1 || (kColumnsPerThread > 24 && PACED));
 
 // Else, whether the partial row is on its way before the last of the block's dx, which is written meanwhile: 25 MB, with
 // 16384 columns, took 16.8 us so, 17.7 us otherwise; with 1024, 15.9 and 16.2 (before column blocks); 100 MB, 4069x4096 off
@@ -156,6 +157,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         }
         dx += walk.step * a.dx_row_stride;
     };
+    const bool sums_columns = !a.column_blocks && (a.dw || a.db);
     Attendance attendance;
     // The first half of step j, then the second half of the step before it; with kHoldsBack, those of step held_from and
     // later come behind the loop.
@@ -179,7 +181,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             write_dx(j - 1, at);
             ring.fill_again(place_before, walk, j - 1, pace, x_part, dy_part);
         }
-        if (j + 1 < walk.end) column_sums.row_done(own, partial_row);
+        if (sums_columns && (kHoldsBack || j < walk.end)) {
+            column_sums.row_done(own, partial_row, a.group_threads, j + 1 == walk.end);
+        }
         if (!kHoldsBack || j <= held_from || j == 0) {  // a walk of one step holds it back
             row_before = row;
             posted_before = posted;
@@ -200,7 +204,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             place_before.advance(a.stages);
         }
     }
-    reduce_partials<kThreadsAtOnce == 256 && !kManyColumns ? 16 : 8, Compute>(a, attendance, shared, share.first_column,
+    reduce_partials<kThreadsAtOnce == 256 && !kManyColumns ? 10 : 8, Compute>(a, attendance, shared, share.first_column,
                                                                                share.columns);
     pace.finish();
     leave_together();

@@ -171,9 +171,9 @@ __device__ void add_row_threads(double (&sums)[kReductionRun], const Arguments& 
 }
 
 // Where one block takes all rows, or one for each slab of columns, its partial row is the sum: dw and db are the same
-// numbers in a type of their own. By all threads of the block, of its columns; for kTogether of them a thread waits together.
-template <int kTogether, class C, class Arguments>
-__device__ void narrow_partial_row(const Arguments& a, int first_column, int columns) {
+// numbers in a type of their own. By all threads of the block, of its columns.
+template <class C, class Arguments> __device__ void narrow_partial_row(const Arguments& a, int first_column, int columns) {
+    constexpr int kTogether = 2;  // for so many a thread waits together; rarely needed, so it is to compile fast
     __syncthreads();
 #pragma unroll 1
     for (int second = 0; second < 2; ++second) {
@@ -203,7 +203,7 @@ template <int kBatch, class C, class Arguments>
 __device__ void reduce_partials(const Arguments& a, const Attendance& attendance, void* shared, int own_first_column,
                                 int own_columns) {
     if (!a.meeting) {
-        if (a.dw_partials || a.db_partials) narrow_partial_row<kBatch == 16 ? 8 : 2, C>(a, own_first_column, own_columns);
+        if (a.dw_partials || a.db_partials) narrow_partial_row<C>(a, own_first_column, own_columns);
         return;
     }
     const Crew crew = meet(*a.meeting, attendance);

@@ -237,6 +237,12 @@ ON_H200 = [
     ("rmsnorm", 4069, 1024, "bfloat16", "bfloat16", True, 132, (132, 0, 0)),  # too many rows
     ("layernorm", 3255, 1280, "bfloat16", "bfloat16", True, 132, (132, 0, 0)),
     ("rmsnorm", 32, 65536, "float32", "float32", True, 7, (7, 0, 0)),
+    ("rmsnorm", 2713, 1536, "bfloat16", "bfloat16", True, 132, (84, 48, 64)),  # few enough for larger blocks alone,
+    ("layernorm", 1682, 3072, "bfloat16", "bfloat16", True, 132, (84, 48, 32)),
+    ("layernorm", 1356, 1536, "float32", "float32", True, 132, (84, 48, 32)),
+    ("rmsnorm", 2604, 384, "bfloat16", "bfloat16", True, 132, (108, 24, 128)),
+    ("layernorm", 3906, 768, "bfloat16", "bfloat16", True, 264, (264, 0, 0)),  # but not of a warp, with db
+    ("layernorm", 5208, 384, "bfloat16", "bfloat16", True, 264, (264, 0, 0)),
     ("rmsnorm", 763, 4096, "bfloat16", "float32", True, 132, (68, 64, 32)),  # types of two sizes
     ("rmsnorm", 3052, 1024, "bfloat16", "float32", True, 132, (132, 0, 0)),
 ]
@@ -268,6 +274,18 @@ def test_column_blocks_without_dx_or_db(rows, columns, at_once, want_dx, expecte
     problem = replace(backward(columns, "bfloat16", "bfloat16", rows=rows), want_dx=want_dx, want_db=not want_dx)
     chosen = config.backward_config(problem, True, DEVICES["sm_90"])
     assert config.grid(chosen, problem, at_once, DEVICES["sm_90"]) == expected
+
+
+def test_one_row_has_column_blocks_where_its_sums_are_narrowed():
+    for columns, w, expected in (
+        (1024, "float32", 0),
+        (1024, "bfloat16", 64),
+        (4096, "float32", 64),
+        (128, "bfloat16", 8),
+    ):
+        problem = replace(backward(columns, "bfloat16", "bfloat16", rows=1), w_dtype=DTYPES[w])
+        chosen = config.backward_config(problem, True, DEVICES["sm_90"])
+        assert config.grid(chosen, problem, 132, DEVICES["sm_90"]).column_blocks == expected, (columns, w)
 
 
 @pytest.mark.parametrize(("multiprocessors", "expected"), [(132, (68, 64, 16)), (78, (46, 32, 8)), (36, (20, 16, 4))])

@@ -339,14 +339,14 @@ def test_what_column_blocks_read_again_stays_in_the_cache(device: FakeDevice) ->
         assert device.launched[-1].fields()[-4:-2] == (read_once, column_blocks), rows
 
 
-@pytest.mark.parametrize(("w_dtype", "apart"), [("float32", False), ("float16", True)])
-def test_one_walker_meets_nobody(device: FakeDevice, w_dtype: str, apart: bool) -> None:
-    """Its partial row is dw, or lies in the workspace where dw has another type; more walkers meet."""
-    for rows, meet, partials in ((1, False, apart), (ROWS, True, True)):
+@pytest.mark.parametrize(("w_dtype", "column_blocks"), [("float32", False), ("float16", True)])
+def test_one_walker_meets_nobody(device: FakeDevice, w_dtype: str, column_blocks: bool) -> None:
+    """Its partial row is dw; where dw has another type, column blocks sum it, without one. More walkers meet."""
+    for rows, meet, own_blocks in ((1, False, column_blocks), (ROWS, True, False)):
         call = call_of(device, "rmsnorm", rows=rows)
         backward("rmsnorm", call | {"w": device.array((COLUMNS,), w_dtype)})
         fields = device.launched[-1].fields()
-        assert [bool(fields[place]) for place in (8, 11)] == [partials, meet]
+        assert [bool(fields[place]) for place in (8, 11, -3)] == [meet, meet, own_blocks]
 
 
 @pytest.mark.parametrize("offset", [0, 4])

@@ -69,11 +69,11 @@ PACE_LEAST_STEPS = 48
 LEAD_BYTES, MOST_LEAD, MOST_LEAD_OF_SEVERAL = 64 << 10, 8, 7
 # Forward, in clusters, RMSNorm N=16384: 174 us without, 168 with eight, 167 with twelve, 171 with twenty; ten to
 # thirteen are within 0.4%. Of 64 columns a thread, by blocks of a cluster, each with three to six: RMSNorm, N=131072
-# 172.6, 167.5, 166.7, 167.1 us; LayerNorm, 32768 182.4, 172.1, 167.7, 168.6; with seven to ten 65536 168.9, 171.8,
-# 173.2, 174.1, 131072 168.1, 169.6, 170.5, 170.7; 262144 170.5 without, with eight to twenty 173.7 to 174.0 (lead
-# 0, but compiled with PACED=1: 169.5; without it 172.4).
+# 172.6, 167.5, 166.7, 167.1 us; LayerNorm, 32768 182.4, 172.1, 167.7, 168.6; with five to seven 65536 169.7, 168.0,
+# 171.7, 131072 169.4, 168.9, 169.9, with more more; 262144 170.5 without, with eight to twenty 173.7 to 174.0 (compiled
+# for pace all the same: else 172.4, beside 169.5).
 LEAD_FORWARD = 12
-LEAD_FORWARD_MANY = {"rmsnorm": {8: 5, 16: 5}, "layernorm": {2: 5, 4: 7, 8: 7, 16: 0}}
+LEAD_FORWARD_MANY = {"rmsnorm": {8: 5, 16: 5}, "layernorm": {2: 5, 4: 6, 8: 6, 16: 0}}
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 # Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more:
 # at N=65536 and 1 GB 210 us with 32, 182 with 64. RMSNorm there takes 174 with 32 and 178 with 64.
@@ -117,10 +117,12 @@ COLUMN_BLOCKS_WALKERS = 3 / 4
 # 10.3, 25 MB 15.0 → 15.4, but 32768 17.6 → 15.6. Larger clusters lost (LayerNorm, 25 MB, N=131072 21.2 → 26.1), as did
 # larger types and slices of two sectors; off 16 bytes LayerNorm, 61x8191, by 15%.
 HALF_COLUMN_BLOCKS_ROWS = {1: (50, 64), 2: (50, 64), 4: (64, 64)}
-COLUMN_BLOCKS_ONE_ROW = 4096  # from so many columns on one row alone gains: LayerNorm 7.6 → 6.9 us, of 1024 6.2 → 6.6
+# From so many columns on one row alone gains: LayerNorm 7.6 → 6.9 us, of 1024 6.2 → 6.6; where dw and db have another
+# type than their sums, in any case.
+COLUMN_BLOCKS_ONE_ROW = 4096
 ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction
 REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
-REDUCTION_BATCH = 16  # kBatch of reduction.cuh, where registers allow it
+REDUCTION_BATCH = 10  # kBatch of reduction.cuh, where registers allow it
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
 
 BACKWARD_ARGUMENTS = "12P4q10i4h"  # struct BackwardArguments in backward.cuh
@@ -283,9 +285,8 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
     """
     name, dy_name = problem.x_dtype.name, _name(problem.dy_dtype)
     width = vector_width(name, dy_name) if vector else 1
-    contiguous = problem.x_row_stride == problem.dy_row_stride == problem.columns
     small = problem.columns <= WARP * columns_per_thread(name)
-    if small and not contiguous:
+    if small and not _rows_are_contiguous(problem):
         return None
     for cluster in CLUSTERS:
         slab = _slab(problem.columns, cluster, width)
@@ -295,49 +296,96 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         held = _short_row(name, slab, _part_of_warp(name, choice, device)) if small else _staged_threads(slab, choice)
         if held is None or slab > STAGED_MOST_COLUMNS.get(held[0], slab):
             continue
-        per_thread, group = held
         kind = (problem.norm, name, dy_name, _sums_db(problem), vector)
-        paced = _keeps_pace(kind, held, cluster, full=slab == per_thread * group)
-        most_threads = _block_threads(kind, per_thread, paced)
-        most_groups = _groups(most_threads, group, problem.rows) if cluster == 1 and contiguous else 1
-        at_once = (2 if per_thread == columns_per_thread(name) else 1) * STAGED_MAX_THREADS
-        limited = vector and name == dy_name and _is_long(problem.rows, most_groups, device.multiprocessors)
-        pairs = [(g, b) for g in _halvings(most_groups) for b in _halvings(at_once // (g * group))]
-        for groups, blocks in pairs:
-            threads = groups * group
-            outer_bytes = _column_sums_bytes(problem, per_thread) * threads
-            step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
-            least_bytes = blocks * STAGED_LEAST_STAGES * step_bytes
-            long = _is_long(problem.rows, groups, _usual_clusters(cluster, device) * blocks)
-            keeps_pace = paced and long and (problem.want_dw or problem.want_db)  # where they meet
-            too_large = limited and least_bytes > STAGED_MOST_RING_BYTES
-            too_many = groups > 1 and threads > _block_threads(kind, per_thread, keeps_pace)
-            if (too_large or too_many) and (groups, blocks) != pairs[-1]:
-                continue
-            room = device.shared_bytes // blocks - _staged_static_bytes(name, cluster) - outer_bytes
-            stages = min(room // step_bytes, STAGED_MOST_STAGES)
-            if stages >= STAGED_LEAST_STAGES:
-                ring_bytes = _ring_bytes(kind, per_thread, cluster, blocks, keeps_pace)
-                stages = min(stages, max(STAGED_LEAST_STAGES, ring_bytes // (blocks * step_bytes)))
-                staged = _staged_definitions(per_thread, cluster, _takes_part(name, held), paced)
-                return BackwardConfig(
-                    route="staged",
-                    definitions=(*definitions, *staged),
-                    threads=threads,
-                    group_threads=group,
-                    slab_columns=slab,
-                    slabs=cluster,
-                    cluster=cluster,
-                    stages=stages,
-                    # At least so much that no more blocks fit.
-                    shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // (blocks + 1)),
-                    lead=_lead(blocks * step_bytes, blocks) if paced else 0,
-                    step_counters=1 if blocks == 1 else STEP_COUNTERS,
-                )
+        split = _Split(kind, *held, cluster, slab, _keeps_pace(kind, held, cluster, full=slab == held[0] * held[1]))
+        if config := _staged_blocks(problem, split, definitions, device):
+            return config
     return None
 
 
+def _rows_are_contiguous(problem: NormProblem) -> bool:
+    return problem.x_row_stride == problem.dy_row_stride == problem.columns
+
+
 Kind = tuple[str, str, str, bool, bool]  # norm, types of x and dy, whether db is summed, whether in vectors
+
+
+class _Split(NamedTuple):
+    """How a row is split: over the blocks of a cluster, `slab` columns each, over the threads of a group."""
+
+    kind: Kind
+    per_thread: int
+    group: int
+    cluster: int
+    slab: int
+    paced: bool  # in long launches
+
+
+def _staged_blocks(
+    problem: NormProblem, split: _Split, definitions: tuple[str, ...], device: Device
+) -> BackwardConfig | None:
+    """The blocks; larger ones than usual where only beside these column blocks have so few rows that they pay.
+
+    RMSNorm, N=1536, 25 MB 17.6 → 15.3 us, 18 MB 15.4 → 12.7, 768, 12 MB 12.9 → 11.2, 384, 6 MB 11.8 → 9.8; LayerNorm,
+    3072, 31 MB 19.9 → 17.9, float32, 1536, 25 MB 17.6 → 15.3; but of a warp or less 384, 12 MB 13.8 → 16.1, 768, 25 MB
+    17.9 → 19.0. Where column blocks pay with usual blocks, too, or with neither, larger ones lost up to 8%.
+    """
+    config = _staged_config(problem, split, definitions, device)
+    usual = split.cluster > 1 or not split.kind[-1] or (split.kind[0] == "layernorm" and split.group <= WARP)
+    if config is None or usual or config.threads == STAGED_MAX_THREADS:
+        return config
+    larger = _staged_config(problem, split, definitions, device, largest=True)
+    only_larger = larger and _has_column_blocks(larger, problem, device) > _has_column_blocks(config, problem, device)
+    return larger if only_larger else config
+
+
+def _staged_config(
+    problem: NormProblem, split: _Split, definitions: tuple[str, ...], device: Device, largest: bool = False
+) -> BackwardConfig | None:
+    """Of what has room, the largest block that pays, or the `largest`, and then as many as there may be; else None."""
+    kind, per_thread, group, cluster, slab, paced = split
+    _, name, dy_name, _, vector = kind
+
+    def most_threads(keeps_pace: bool) -> int:
+        return STAGED_MAX_THREADS if largest else _block_threads(kind, per_thread, keeps_pace)
+
+    one_group = cluster > 1 or not _rows_are_contiguous(problem)
+    most_groups = 1 if one_group else _groups(most_threads(paced), group, problem.rows)
+    at_once = (2 if per_thread == columns_per_thread(name) else 1) * STAGED_MAX_THREADS
+    limited = vector and name == dy_name and _is_long(problem.rows, most_groups, device.multiprocessors)
+    pairs = [(g, b) for g in _halvings(most_groups) for b in _halvings(at_once // (g * group))]
+    for groups, blocks in pairs:
+        threads = groups * group
+        outer_bytes = _column_sums_bytes(problem, per_thread) * threads
+        step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
+        long = _is_long(problem.rows, groups, _usual_clusters(cluster, device) * blocks)
+        keeps_pace = paced and long and (problem.want_dw or problem.want_db)  # where they meet
+        too_large = limited and blocks * STAGED_LEAST_STAGES * step_bytes > STAGED_MOST_RING_BYTES
+        too_many = groups > 1 and threads > most_threads(keeps_pace)
+        if (too_large or too_many) and (groups, blocks) != pairs[-1]:
+            continue
+        room = device.shared_bytes // blocks - _staged_static_bytes(name, cluster) - outer_bytes
+        stages = min(room // step_bytes, STAGED_MOST_STAGES)
+        if stages < STAGED_LEAST_STAGES:
+            continue
+        ring_bytes = _ring_bytes(kind, per_thread, cluster, blocks, keeps_pace)
+        stages = min(stages, max(STAGED_LEAST_STAGES, ring_bytes // (blocks * step_bytes)))
+        staged = _staged_definitions(per_thread, cluster, _takes_part(name, (per_thread, group)), paced)
+        return BackwardConfig(
+            route="staged",
+            definitions=(*definitions, *staged),
+            threads=threads,
+            group_threads=group,
+            slab_columns=slab,
+            slabs=cluster,
+            cluster=cluster,
+            stages=stages,
+            # At least so much that no more blocks fit.
+            shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // (blocks + 1)),
+            lead=_lead(blocks * step_bytes, blocks) if paced else 0,
+            step_counters=1 if blocks == 1 else STEP_COUNTERS,
+        )
+    return None
 
 
 def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> bool:
@@ -563,7 +611,8 @@ def _column_blocks_grid(
     config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device
 ) -> Grid | None:
     """None where column blocks are not worth it."""
-    least_rows = 1 if problem.columns >= COLUMN_BLOCKS_ONE_ROW else 2
+    narrows = problem.parameter_dtype != problem.compute_dtype
+    least_rows = 1 if narrows or problem.columns >= COLUMN_BLOCKS_ONE_ROW else 2
     if config.route != "staged" or problem.rows < least_rows or not (problem.want_dw or problem.want_db):
         return None
     if _data_bytes(problem) > COLUMN_BLOCKS_BYTES[_sums_db(problem)][problem.norm]:
@@ -596,6 +645,12 @@ def _column_blocks_grid(
         if walkers >= min(steps, COLUMN_BLOCKS_WALKERS * (found.blocks // config.cluster)):
             return Grid(walkers, found.blocks, found.row_threads)
     return None
+
+
+def _has_column_blocks(config: BackwardConfig, problem: NormProblem, device: Device) -> bool:
+    """Before it is known how many blocks the device holds at the same time: with as many as there may be."""
+    blocks_at_once = device.multiprocessors * (STAGED_MAX_THREADS // config.threads)
+    return _column_blocks_grid(config, problem, blocks_at_once, device) is not None
 
 
 def _half_as_many_column_blocks(config: BackwardConfig, problem: NormProblem, most: int) -> _ColumnBlocks | None:
