@@ -78,17 +78,17 @@ constexpr int kThreadsAtOnce = kColumnsPerThread == 24 && (sizeof(X) < 4 || !kWa
 // Whether the second halves of the last two steps (where nobody meets, of the last one) come behind the partial row, in a
 // loop of their own. LayerNorm with db: in clusters it saves 24 registers, N=14336 at 1 GB 247 → 245 us, 131072 265 → 262,
 // others within 1%; without, where pace is kept, N=8192 at 100 MB 39.6 → 37.9, others within 0.5%, with 40 columns N=5120 at
-// 50 MB 27.2 → 26.6; single columns, N=4096 off 16 bytes at 100 MB 38.6 → 37.7, 12289 44.4 → 43.8. It takes some 10% longer to
-// compile. Not where it lost, 7168 at 1 GB 247 → 254, 384 250 → 255, 512 248 → 250, nor with 24 columns without clusters: N=1536 at
-// 50 MB 24.5 → 24.0, but 3 to 6% more at 6 MB, beside another tree. Larger types were not timed. N=65536 at 1 GB reads 247.5 to
-// 252.4 from run to run as it is, 248 and 249 before.
+// 50 MB 27.2 → 26.6; single columns, N=4096 off 16 bytes at 100 MB 38.6 → 37.7, 12289 44.4 → 43.8. It takes some 10% longer
+// to compile. Not where it lost, 7168 at 1 GB 247 → 254, 384 250 → 255, 512 248 → 250, nor with 24 columns without clusters:
+// N=1536 at 50 MB 24.5 → 24.0, but 3 to 6% more at 6 MB, beside another tree. Larger types were not timed. N=65536 at 1 GB
+// reads 247.5 to 252.4 from run to run as it is, 248 and 249 before.
 constexpr bool kHoldsBack = kLayerNorm && kWantDb && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps && !kManyColumns &&
                             (kClustered || kVector == 1 || (kColumnsPerThread > 24 && PACED));
 
 // Else, whether the partial row is on its way before the last of the block's dx, which is written meanwhile: 25 MB, with
 // 16384 columns, took 16.8 us so, 17.7 us otherwise; with 1024, 15.9 and 16.2 (before column blocks); 100 MB, 4069x4096 off
 // 16 bytes, 36.1 us and 36.8. Not with db, without clusters: of 32 columns the compiler loses more, 254 registers, not 218,
-// as it does of single columns: 16650x1001, LayerNorm, 41 us as it is, 44 us so. Nor with db of 64 columns, which then spill
+// as it does of single columns: 16650x1001, LayerNorm, 41.5 us without, 44.6 so. Nor with db of 64 columns, which then spill
 // more: LayerNorm, N=262144, 50 MB 38.5 us as it is, 36.8 so, 100 MB 53.0 and 53.1, 1 GB 281 and 309. Nor single columns in
 // parts of a warp: N=129, 64.9 us as it is, 66.2 so.
 constexpr bool kPublishesInLoop =
@@ -204,8 +204,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             place_before.advance(a.stages);
         }
     }
-    reduce_partials<kThreadsAtOnce == 256 && !kManyColumns ? 10 : 8, Compute>(a, attendance, shared, share.first_column,
-                                                                               share.columns);
+    constexpr int kBatch = kThreadsAtOnce == 256 && !kManyColumns ? 10 : 8;
+    // Column blocks leave little to narrow: two columns together compile faster than eight.
+    reduce_partials<kBatch, 2, Compute>(a, attendance, shared, share.first_column, share.columns);
     pace.finish();
     leave_together();
 }

@@ -171,9 +171,9 @@ __device__ void add_row_threads(double (&sums)[kReductionRun], const Arguments& 
 }
 
 // Where one block takes all rows, or one for each slab of columns, its partial row is the sum: dw and db are the same
-// numbers in a type of their own. By all threads of the block, of its columns.
-template <class C, class Arguments> __device__ void narrow_partial_row(const Arguments& a, int first_column, int columns) {
-    constexpr int kTogether = 2;  // for so many a thread waits together; rarely needed, so it is to compile fast
+// numbers in a type of their own. By all threads of the block, of its columns; for kTogether of them a thread waits together.
+template <int kTogether, class C, class Arguments>
+__device__ void narrow_partial_row(const Arguments& a, int first_column, int columns) {
     __syncthreads();
 #pragma unroll 1
     for (int second = 0; second < 2; ++second) {
@@ -198,12 +198,13 @@ template <class C, class Arguments> __device__ void narrow_partial_row(const Arg
 }
 
 // By all threads of all blocks, when they have arrived, each with the columns that it holds: `shared` has 32 bytes for each
-// thread, of which nothing is needed any more.
-template <int kBatch, class C, class Arguments>
+// thread, of which nothing is needed any more. For kBatch partial rows a thread waits together, of one that it narrows for
+// kTogether columns.
+template <int kBatch, int kTogether, class C, class Arguments>
 __device__ void reduce_partials(const Arguments& a, const Attendance& attendance, void* shared, int own_first_column,
                                 int own_columns) {
     if (!a.meeting) {
-        if (a.dw_partials || a.db_partials) narrow_partial_row<C>(a, own_first_column, own_columns);
+        if (a.dw_partials || a.db_partials) narrow_partial_row<kTogether, C>(a, own_first_column, own_columns);
         return;
     }
     const Crew crew = meet(*a.meeting, attendance);

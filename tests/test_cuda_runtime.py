@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -259,12 +260,13 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int, dtype: s
     ("columns", "dtype"), [(384, "bfloat16"), (768, "float16"), (1536, "bfloat16"), (3072, "float32")]
 )
 def test_a_row_has_the_same_bits_in_short_and_long_launches(cupy: Any, columns: int, dtype: str) -> None:
-    """A long one may have other blocks (of 24 columns a thread, of float32): a row's sums do not depend on them."""
+    """A long one may have other blocks (of 24 columns a thread, of float32), one of little data larger ones: a row's sums
+    do not depend on them."""
     random = cupy.random.default_rng(columns)
     shape = (66_000_000 // columns, columns)
     x, dy = (random.standard_normal(shape, np.float32).astype(DTYPES[dtype]) for _ in range(2))
     w, statistics = random.standard_normal(columns, np.float32), random.random((2, shape[0]), np.float32)
-    for part in (slice(1000), slice(shape[0] // 2, shape[0] // 2 + 3)):
+    for part in (slice(1000), slice(2000), slice(shape[0] // 2, shape[0] // 2 + 3)):
         of_part = tuple(map(cupy.ascontiguousarray, (x[part], dy[part], *statistics[:, part])))
         rmsnorm = cupynorm.rmsnorm_backward(x, w, dy, statistics[0])[0]
         layernorm = cupynorm.layernorm_backward(x, w, dy, *statistics)[0]
@@ -273,8 +275,13 @@ def test_a_row_has_the_same_bits_in_short_and_long_launches(cupy: Any, columns: 
         assert_same_bits((alone, layernorm_alone), (rmsnorm[part], layernorm[part]))
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 4])
-@pytest.mark.parametrize("columns", [512, 1024, 4096, 5120, 7168, 12288, 14336, 16384, 65536])
+WALKS_OF_FEW_STEPS = [
+    *product((512, 1001, 1024, 4096, 5120, 7168, 8191, 12288, 12289, 14336, 16384, 20480, 65536), (1, 2, 3, 4)),
+    *((1001, 16), (4096, 15), (4096, 17), (16384, 17), (262144, 1), (262144, 70)),  # more than one level of column sums
+]
+
+
+@pytest.mark.parametrize(("columns", "steps"), WALKS_OF_FEW_STEPS)
 @pytest.mark.parametrize("norm", NORMS)
 def test_walks_of_few_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, columns: int, steps: int) -> None:
     """Six walkers take so many steps before they meet, the first one step more, and there a group may have no row."""
@@ -287,7 +294,7 @@ def test_walks_of_few_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: st
         asked.append(chosen.groups)
         return config.Grid(6)
 
-    groups = {512: 8, 1024: 8, 4096: 2, 5120: 2}.get(columns, 1)
+    groups = {512: 8, 1001: 4, 1024: 8, 4096: 2, 5120: 2}.get(columns, 1)
     rows = groups * (6 * steps + 1) - (groups > 1)
     tensors = make_tensors(cupy, norm, (rows, columns), "bfloat16")
     expected = backward(norm, tensors, has_bias=norm == "layernorm")

@@ -349,6 +349,17 @@ def test_one_walker_meets_nobody(device: FakeDevice, w_dtype: str, column_blocks
         assert [bool(fields[place]) for place in (8, 11, -3)] == [meet, meet, own_blocks]
 
 
+@pytest.mark.parametrize(("w_dtype", "apart"), [("float32", False), ("float16", True)])
+def test_one_walker_beside_no_column_blocks_keeps_apart_what_it_narrows(
+    device: FakeDevice, w_dtype: str, apart: bool
+) -> None:
+    """Short rows with gaps."""
+    x, dy = (device.array((2, 256), "float16")[:, :128] for _ in range(2))
+    cupynorm.rmsnorm_backward(x, device.array((128,), w_dtype), dy, device.array((2,)))
+    fields = device.launched[-1].fields()
+    assert [bool(fields[place]) for place in (8, 11, -3)] == [apart, False, False]
+
+
 @pytest.mark.parametrize("offset", [0, 4])
 @pytest.mark.parametrize("mask", [(False, True, True), (False, True, False), (False, False, True)], ids=str)
 def test_one_walker_keeps_apart_what_starts_off_16_bytes(

@@ -70,8 +70,8 @@ LEAD_BYTES, MOST_LEAD, MOST_LEAD_OF_SEVERAL = 64 << 10, 8, 7
 # Forward, in clusters, RMSNorm N=16384: 174 us without, 168 with eight, 167 with twelve, 171 with twenty; ten to
 # thirteen are within 0.4%. Of 64 columns a thread, by blocks of a cluster, each with three to six: RMSNorm, N=131072
 # 172.6, 167.5, 166.7, 167.1 us; LayerNorm, 32768 182.4, 172.1, 167.7, 168.6; with five to seven 65536 169.7, 168.0,
-# 171.7, 131072 169.4, 168.9, 169.9, with more more; 262144 170.5 without, with eight to twenty 173.7 to 174.0 (compiled
-# for pace all the same: else 172.4, beside 169.5).
+# 171.7, 131072 169.4, 168.9, 169.9, and slower with more; 262144 170.5 without, with eight to twenty 173.7 to 174.0
+# (compiled for pace all the same: else 172.4, beside 169.5).
 LEAD_FORWARD = 12
 LEAD_FORWARD_MANY = {"rmsnorm": {8: 5, 16: 5}, "layernorm": {2: 5, 4: 6, 8: 6, 16: 0}}
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
@@ -328,10 +328,13 @@ def _staged_blocks(
 
     RMSNorm, N=1536, 25 MB 17.6 → 15.3 us, 18 MB 15.4 → 12.7, 768, 12 MB 12.9 → 11.2, 384, 6 MB 11.8 → 9.8; LayerNorm,
     3072, 31 MB 19.9 → 17.9, float32, 1536, 25 MB 17.6 → 15.3; but of a warp or less 384, 12 MB 13.8 → 16.1, 768, 25 MB
-    17.9 → 19.0. Where column blocks pay with usual blocks, too, or with neither, larger ones lost up to 8%.
+    17.9 → 19.0. Where column blocks pay with usual blocks, too, or with neither, larger ones lost up to 8%. Not timed:
+    shorter rows of RMSNorm, LayerNorm without db, calls without dx.
     """
     config = _staged_config(problem, split, definitions, device)
-    usual = split.cluster > 1 or not split.kind[-1] or (split.kind[0] == "layernorm" and split.group <= WARP)
+    least_group = WARP // 2 if problem.norm == "rmsnorm" else 2 * WARP
+    timed = problem.want_dx and (problem.norm == "rmsnorm" or problem.want_db) and split.group >= least_group
+    usual = not timed or split.cluster > 1 or not split.kind[-1]
     if config is None or usual or config.threads == STAGED_MAX_THREADS:
         return config
     larger = _staged_config(problem, split, definitions, device, largest=True)
@@ -547,7 +550,8 @@ def _block_threads(kind: Kind, per_thread: int, keeps_pace: bool) -> int:
     half as many where all would wait for each other's copies (staged.cuh: a team is then a whole block), unless
     RMSNorm of 16-bit types keeps pace there: eight gain with the larger ring of _ring_bytes(), 1 GB, N=384 244.3 →
     243.9 us, 768 243.5 → 242.2, 1536 244.1 → 241.6, 3072 243.3 → 242.5 (with the smaller one 247.4, 243.0, 242.8,
-    244.0). Without pace 3072 lost at 100 MB, 35.9 → 37.8, LayerNorm at 1 GB, 246.7 → 248.9. Not timed in float32.
+    244.0). Without pace 3072 lost at 100 MB, 35.9 → 37.8, LayerNorm at 1 GB, 246.7 → 248.9. Not timed in float32. Of
+    little data: _staged_blocks().
     """
     _, x, _, _, vector = kind
     teams = vector and per_thread * compute_itemsize(x) >= 128
