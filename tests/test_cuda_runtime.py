@@ -260,8 +260,8 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int, dtype: s
     ("columns", "dtype"), [(384, "bfloat16"), (768, "float16"), (1536, "bfloat16"), (3072, "float32")]
 )
 def test_a_row_has_the_same_bits_in_short_and_long_launches(cupy: Any, columns: int, dtype: str) -> None:
-    """A long one may have other blocks (of 24 columns a thread, of float32), one of little data larger ones: a row's sums
-    do not depend on them."""
+    """A long one may have other blocks (of 24 columns a thread, of float32), one of little data larger ones: a row's
+    sums do not depend on them."""
     random = cupy.random.default_rng(columns)
     shape = (66_000_000 // columns, columns)
     x, dy = (random.standard_normal(shape, np.float32).astype(DTYPES[dtype]) for _ in range(2))
