@@ -214,7 +214,8 @@ struct ColumnSums {
     }
 
     // Once for each row, and once more, or with the last row, with `complete`; of a block with several groups that brings the
-    // sums into the second level. `find_target` makes the PartialRow, where it is needed.
+    // sums into the second level. `find_target` makes the PartialRow, where it is needed. With many columns write_partials()
+    // completes them: LayerNorm's kernel spills more else (N=262144, 1 GB, 282 → 318 us).
     template <class FindTarget>
     __device__ void row_done(const Columns& own, FindTarget find_target, int group_threads, bool complete = false) {
         if (++rows_since_flush < kRowsPerFlush && !complete) return;
@@ -229,8 +230,7 @@ struct ColumnSums {
     // The sums of all rows of the block, which are complete, written to its partial row; to be called by all of its
     // `threads`. The threads of several groups meet at a barrier.
     __device__ void write_partials(const PartialRow& target, const Columns& own, int group_threads) {
-        if constexpr (kManyColumns) return;  // they are there
-        if (group_threads == threads) {
+        if (group_threads == threads || kManyColumns) {
             write_own_columns(target, own);
         } else {
             barrier_over(threads);

@@ -181,7 +181,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             write_dx(j - 1, at);
             ring.fill_again(place_before, walk, j - 1, pace, x_part, dy_part);
         }
-        if (sums_columns && (kHoldsBack || j < walk.end)) {
+        if constexpr (kManyColumns) {
+            if (j + 1 < walk.end) column_sums.row_done(own, partial_row, a.group_threads);
+        } else if (sums_columns && (kHoldsBack || j < walk.end)) {
             column_sums.row_done(own, partial_row, a.group_threads, j + 1 == walk.end);
         }
         if (!kHoldsBack || j <= held_from || j == 0) {  // a walk of one step holds it back

@@ -266,10 +266,10 @@ def test_a_row_has_the_same_bits_in_short_and_long_launches(cupy: Any, columns: 
     shape = (66_000_000 // columns, columns)
     x, dy = (random.standard_normal(shape, np.float32).astype(DTYPES[dtype]) for _ in range(2))
     w, statistics = random.standard_normal(columns, np.float32), random.random((2, shape[0]), np.float32)
+    rmsnorm = cupynorm.rmsnorm_backward(x, w, dy, statistics[0])[0]
+    layernorm = cupynorm.layernorm_backward(x, w, dy, *statistics)[0]
     for part in (slice(1000), slice(2000), slice(shape[0] // 2, shape[0] // 2 + 3)):
         of_part = tuple(map(cupy.ascontiguousarray, (x[part], dy[part], *statistics[:, part])))
-        rmsnorm = cupynorm.rmsnorm_backward(x, w, dy, statistics[0])[0]
-        layernorm = cupynorm.layernorm_backward(x, w, dy, *statistics)[0]
         alone = cupynorm.rmsnorm_backward(of_part[0], w, of_part[1], of_part[2])[0]
         layernorm_alone = cupynorm.layernorm_backward(of_part[0], w, of_part[1], *of_part[2:])[0]
         assert_same_bits((alone, layernorm_alone), (rmsnorm[part], layernorm[part]))
