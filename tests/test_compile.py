@@ -60,20 +60,6 @@ ALLOWED_SPILLS = (
         "Of 255 registers. By the disassembly: set before the first row, read once a row; not timed.",
     ),
     Allowed(
-        "backward_staged",
-        "sm_100",
-        ("LAYER_NORM=1", "DY_TYPE=float64", "VECTOR=1", "COLUMNS_PER_THREAD=16", "CLUSTER=1"),
-        8,
-        "By the disassembly: one of 128 registers, set before the first row, read before it and once a row; not timed.",
-    ),
-    Allowed(
-        "backward_staged",
-        "sm_100",
-        ("LAYER_NORM=1", "X_TYPE=float64", "DY_TYPE=float16", "VECTOR=1", "COLUMNS_PER_THREAD=8", "CLUSTER=1"),
-        8,
-        "By the disassembly: one of 128 registers, set before the first row and read once a row; not timed.",
-    ),
-    Allowed(
         "backward_direct",
         "sm_80",
         ("LAYER_NORM=1", "X_TYPE=float32", "VECTOR=1", "MAX_THREADS=512"),
