@@ -23,10 +23,12 @@ from . import dlpack
 
 # Their arrays never change once made, whatever the DLPack flags say (JAX 0.10 sets none).
 IMMUTABLE_FRAMEWORKS = ("jax", "tensorflow")
+# Their from_dlpack takes a capsule in place of an array, and then asks for no device, no stream and no copy.
+_TAKE_CAPSULES = ("torch",)
 _DEFAULT_STREAMS = (0, 1)  # the legacy default stream cannot be captured
 
 Array = Any  # numpy.ndarray or cupy.ndarray: the two share the interface that is used here
-Layout = tuple[Any, ...]  # the fields of a problem.ArraySpec, the first of them at least
+Layout = tuple[Any, ...]  # the fields of a problem.ArraySpec, the first of them at least; strides None: C-contiguous
 
 # What a look at a call's arrays tells, in the order in which they were given, None where there is none:
 # their layouts; the operands, which a backend works on (NumPy arrays; addresses of device memory, 0 for None); what
@@ -113,7 +115,9 @@ class Device:
             elif isinstance(array, kind):
                 data = array.data
                 address = data.ptr
-                layouts.append((array.shape, array.strides, array.dtype, data.device_id, address & 15))
+                # CuPy makes a tuple of strides whenever it is asked, and its `flags` takes longer still.
+                strides = None if getattr(array, "_c_contiguous", False) else array.strides
+                layouts.append((array.shape, strides, array.dtype, data.device_id, address & 15))
                 addresses.append(address)
             else:
                 raise _stranger(labels[len(layouts)], type(array), "cupy.ndarray")
@@ -185,7 +189,10 @@ class Foreign:
     def __init__(self, kind: type) -> None:
         self._kind = kind
         self._framework = _framework(kind)
-        self._exchange = dlpack.exchange_of(kind)
+        self._exchange = None
+        if self._framework in _TAKE_CAPSULES:
+            self._exchange = dlpack.exchange_of(kind)
+            self._take: Callable[[Any], Any] = importlib.import_module(self._framework).from_dlpack
 
     def look(self, arrays: Sequence[Any], labels: Sequence[str], written: int) -> Arrived:
         if self._exchange is not None and written == len(arrays):
@@ -228,7 +235,11 @@ class Foreign:
             layouts.append((view.shape, view.strides, view.dtype, device, view.pointer & 15))
             addresses.append(view.pointer)
             views.append(view)
-        return tuple(layouts), addresses, views, functools.partial(exchange.give, stream=-1)
+        return tuple(layouts), addresses, views, self._give_quickly
+
+    def _give_quickly(self, array: Array) -> Any:
+        """A CuPy array as one of the framework's, over the same memory, where the streams are one."""
+        return self._take(array.__dlpack__(max_version=(1, 0), stream=-1))
 
     @staticmethod
     def _shares_stream(exchange: dlpack.Exchange, device: int) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .arrays import Array, Layout, home_of, mixed_devices, way_in
+from .dlpack import contiguous_strides
 from .problem import (
     ArraySpec,
     BackwardOperands,
@@ -105,7 +106,7 @@ def run(operation: Operation, inputs: tuple[Any, ...], out: Any, *options: Any) 
 @functools.lru_cache(maxsize=2048, typed=True)  # some 12 kB a plan; typed: 1 equals True, but is none
 def plan_of(operation: Operation, layouts: tuple[Layout | None, ...], *options: Any) -> Plan:
     """The plan for a signature, once it has been found valid."""
-    specs = [None if layout is None else ArraySpec(*layout) for layout in layouts]
+    specs = [None if layout is None else _spec_of(*layout) for layout in layouts]
     inputs, targets = specs[: len(operation.inputs)], specs[len(operation.inputs) :]
     returned = operation.returned(options[0])
     if targets:
@@ -123,6 +124,12 @@ def plan_of(operation: Operation, layouts: tuple[Layout | None, ...], *options: 
     )
     check_placement(operation.labels, specs, len(inputs))
     return Plan(operation, problem, specs, len(returned))
+
+
+def _spec_of(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: Any, *others: Any) -> ArraySpec:
+    if strides is None:
+        strides = contiguous_strides(shape, dtype.itemsize)
+    return ArraySpec(shape, strides, dtype, *others)
 
 
 class Plan:

@@ -6,7 +6,7 @@ https://dmlc.github.io/dlpack/latest/c_api.html) that names the memory. The stru
 holds the capsule keeps the memory alive, and its destructor gives the memory back to the producer.
 
 Where a framework offers DLPack's table of C functions (`Exchange`), its arrays are read without the detour over Python
-methods and capsules, which takes several times as long as the work on them.
+methods and capsules, which takes several times as long.
 """
 
 from __future__ import annotations
@@ -32,13 +32,6 @@ _EXCHANGE = struct.Struct("2I6P")
 
 _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype, _get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-
-_set_name = ctypes.pythonapi.PyCapsule_SetName
-_set_name.restype, _set_name.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
-_release = ctypes.pythonapi.Py_DecRef
-_release.restype, _release.argtypes = None, [ctypes.py_object]
-
-_USED = ctypes.c_char_p(b"used_dltensor_versioned")  # a capsule keeps the pointer that it is given, so this must stay
 
 _IEEE_FLOAT, _BFLOAT = 2, 4  # kDLFloat, kDLBfloat
 _CODES = {0: "i", 1: "u", _IEEE_FLOAT: "f", 5: "c"}  # kDLInt, kDLUInt, kDLFloat, kDLComplex
@@ -99,15 +92,28 @@ def read(capsule: object) -> Imported:
 
 def _imported(tensor: tuple[int, ...], read_only: bool, owner: object) -> Imported:
     data, device_type, device_id, ndim, code, bits, lanes, shape_at, strides_at, byte_offset = tensor
-    integers = _integers(ndim)
-    shape = _unpack(integers, shape_at) if ndim else ()
+    integers = _bytes(8 * ndim).from_address
+    extents = integers(shape_at).raw if ndim else b""
+    steps = integers(strides_at).raw if ndim and strides_at else None
+    shape, strides, dtype = _layout(extents, steps, code, bits, lanes)
+    fields = data + byte_offset, shape, strides, dtype, (device_type, device_id), read_only, owner
+    return tuple.__new__(Imported, fields)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(
+    shape: bytes, strides: bytes | None, code: int, bits: int, lanes: int
+) -> tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]]:
+    """Shape, strides in bytes and dtype of what a DLTensor says; the same few come again and again."""
     dtype = _dtype_of(code, bits, lanes)
-    itemsize = dtype.itemsize
-    if strides_at and ndim:
-        strides = tuple([stride * itemsize for stride in _unpack(integers, strides_at)])
-    else:
-        strides = contiguous_strides(shape, itemsize)
-    return Imported(data + byte_offset, shape, strides, dtype, (device_type, device_id), read_only, owner)
+    extents, itemsize = _integers(shape), dtype.itemsize
+    if strides is None:
+        return extents, contiguous_strides(extents, itemsize), dtype
+    return extents, tuple([stride * itemsize for stride in _integers(strides)]), dtype
+
+
+def _integers(memory: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"{len(memory) // 8}q", memory)
 
 
 def _unpack(layout: struct.Struct, address: int) -> tuple[Any, ...]:
@@ -119,9 +125,7 @@ def _bytes(size: int) -> Any:
     return ctypes.c_char * size
 
 
-@functools.cache
-def _integers(count: int) -> struct.Struct:
-    return struct.Struct(f"{count}q")
+_TensorMemory = _bytes(_TENSOR.size)
 
 
 def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -154,18 +158,17 @@ class Exchange:
     """
 
     def __init__(self, table: int) -> None:
-        _, _, _, _, _, from_managed, to_tensor, current_stream = _unpack(_EXCHANGE, table)
+        *_, to_tensor, current_stream = _unpack(_EXCHANGE, table)
         # These may raise Python exceptions, and are called with the GIL held.
         self._to_tensor = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)(to_tensor)
-        self._from_managed = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(from_managed)
         self._current_stream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int32, ctypes.c_void_p)(
             current_stream
         )
 
     def read(self, array: Any) -> Imported:
         """Where an array lies: it holds while the array lives."""
-        tensor = _bytes(_TENSOR.size)()
-        self._to_tensor(array, ctypes.byref(tensor))
+        tensor = _TensorMemory()
+        self._to_tensor(array, tensor)
         return _imported(_TENSOR.unpack(tensor), False, array)
 
     def current_stream(self, device_id: int) -> int:
@@ -173,17 +176,6 @@ class Exchange:
         stream = ctypes.c_void_p()
         self._current_stream(CUDA_DEVICES[0], device_id, ctypes.byref(stream))
         return stream.value or 0
-
-    def give(self, array: Any, **options: Any) -> Any:
-        """A NumPy or CuPy array as one of the framework's, over the same memory."""
-        capsule = array.__dlpack__(max_version=(1, 0), **options)
-        managed = _get_pointer(capsule, b"dltensor_versioned")
-        result = ctypes.py_object()
-        self._from_managed(managed, ctypes.byref(result))
-        _set_name(capsule, _USED)  # the memory is the framework's to release
-        given = result.value
-        _release(result)  # the reference that the framework has handed over
-        return given
 
 
 @functools.lru_cache(maxsize=256)
@@ -193,8 +185,8 @@ def exchange_of(kind: type) -> Exchange | None:
     if capsule is None:
         return None
     table = _get_pointer(capsule, b"dlpack_exchange_api")
-    major, _, _, _, _, from_managed, to_tensor, current_stream = _unpack(_EXCHANGE, table)
-    return Exchange(table) if major == 1 and from_managed and to_tensor and current_stream else None
+    major, *_, to_tensor, current_stream = _unpack(_EXCHANGE, table)
+    return Exchange(table) if major == 1 and to_tensor and current_stream else None
 
 
 class _Owner:

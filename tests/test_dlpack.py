@@ -30,7 +30,7 @@ from helpers import (
 )
 
 import cupynorm
-from cupynorm import dlpack
+from cupynorm import arrays, dlpack
 
 BOTH_DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NAMES = ("x", "w", "b", "dy", "mean", "rstd")
@@ -368,10 +368,25 @@ def test_the_table_reports_what_it_cannot_describe(exchange: Any) -> None:
         exchange.read(torch.zeros(3, dtype=torch.bool))
 
 
-def test_arrays_given_through_the_table_are_released(exchange: Any) -> None:
+def test_arrays_given_by_their_capsule_are_released() -> None:
+    """The way back of a call on one stream: over the same memory, and not kept beyond the tensor and its views."""
+    torch = FRAMEWORKS["torch"]("cpu").torch
+
+    class OnDevice:
+        """NumPy's memory behind the interface of a CuPy array."""
+
+        def __init__(self, array: np.ndarray[Any, Any]) -> None:
+            self.array = array
+
+        def __dlpack__(self, *, max_version: tuple[int, int], stream: int) -> Any:
+            assert stream == -1, "nothing may wait"
+            return self.array.__dlpack__(max_version=max_version)
+
     array = np.arange(12, dtype=np.float32).reshape(3, 4)[:, 1:]
     released = weakref.ref(array)
-    tensor = exchange.give(array)
+    way_in = arrays.way_in(torch.Tensor)
+    tensor = way_in.__self__._give_quickly(OnDevice(array))
+    assert type(tensor) is torch.Tensor
     assert tensor.data_ptr() == address(array)
     assert (tuple(tensor.shape), tensor.stride()) == ((3, 3), (4, 1))
     assert sys.getrefcount(tensor) == 2

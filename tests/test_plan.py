@@ -17,7 +17,7 @@ from fake_device import FakeDevice, FakeStream
 from helpers import DTYPES, NORMS
 
 import cupynorm
-from cupynorm import dispatch, dlpack, problem
+from cupynorm import arrays, dispatch, dlpack, problem
 from cupynorm.cuda import config
 
 ROWS, COLUMNS = 7000, 1024  # so many rows that blocks meet
@@ -538,6 +538,18 @@ def test_out_of_the_wrong_length_is_refused_after_one_of_the_right_length(device
     assert len(backward("rmsnorm", call | {"out": list(call["out"][:2])})) == 2
 
 
+def test_contiguous_arrays_are_known_without_their_strides(device: FakeDevice) -> None:
+    """What CuPy knows already is not made anew; axes of one element may have any stride, and are contiguous, too."""
+    one_row = device.cupy.ndarray((1, COLUMNS), np.float32, device.array((3, COLUMNS)).data, strides=(9999, 4))
+    every_second = device.array((6, COLUMNS))[::2]
+    cases = device.array((3, COLUMNS)), one_row, device.array((0, COLUMNS)), every_second
+    layouts, *_ = arrays.device_home().look(cases, ("x",) * 4, 4)
+    assert [layout and layout[1] for layout in layouts] == [None, None, None, (8 * COLUMNS, 4)]
+    specs = [dispatch._spec_of(*layout) for layout in layouts if layout]
+    assert [spec.strides for spec in specs] == [(4 * COLUMNS, 4), (4 * COLUMNS, 4), (4 * COLUMNS, 4), (8 * COLUMNS, 4)]
+    assert specs[0] == (cases[0].shape, cases[0].strides, cases[0].dtype, 0, 0, False)
+
+
 @pytest.fixture
 def torch(monkeypatch: Any, device: FakeDevice) -> Any:
     """Torch whose host tensors say that they lie on the device, and whose current stream is the default one."""
@@ -558,12 +570,11 @@ def torch_call(torch: Any) -> Call:
 def test_foreign_arrays_on_the_same_stream_need_no_capsule(monkeypatch: Any, device: FakeDevice, torch: Any) -> None:
     given = []
 
-    def give(self: Any, array: Any, stream: int) -> Any:
-        assert stream == -1
+    def give(self: Any, array: Any) -> Any:
         given.append(array)
         return torch.zeros(array.shape)
 
-    monkeypatch.setattr(dlpack.Exchange, "give", give)
+    monkeypatch.setattr(arrays.Foreign, "_give_quickly", give)
     monkeypatch.setattr(dlpack, "import_from", lambda *_: pytest.fail("a capsule was made"))
     call = torch_call(torch)
     results = backward("rmsnorm", call)
