@@ -75,6 +75,18 @@ def need_cuda() -> Any:
     return cupy
 
 
+def need_torch() -> Any:
+    """CuPy, where PyTorch is there and finds the device, too."""
+    cupy = need_cuda()
+    try:
+        import torch
+    except ImportError as error:
+        raise NotImplementedError(f"no PyTorch: {error}") from error
+    if not torch.cuda.is_available():
+        raise NotImplementedError("no CUDA in PyTorch")
+    return cupy
+
+
 def need_numpy() -> None:
     """The CPU path, which came later than the first kernels."""
     if bench is None:
@@ -93,10 +105,15 @@ def rounded(value: float) -> float:
 # --- bandwidth on CUDA ------------------------------------------------------------------------------------
 
 
-def on_cuda(params: Iterable[list[Any]], figures: Callable[..., Figures]) -> Cache:
-    """The figures of every combination of the params, one after the other in this process."""
+def on_cuda(
+    params: Iterable[list[Any]], figures: Callable[..., Figures], need: Callable[[], Any] | None = None
+) -> Cache:
+    """The figures of every combination of the params, one after the other in this process.
+
+    `need` returns CuPy, or says by NotImplementedError what is missing; need_cuda() where none is given.
+    """
     try:
-        cupy = need_cuda()
+        cupy = (need or need_cuda)()
     except NotImplementedError as error:
         return {ALL: f"{UNAVAILABLE}{error}"}
     cache: Cache = {}
@@ -240,32 +257,64 @@ def inputs_and_outputs(op: str, shape: str, dtype: str, xp: Any) -> tuple[dict[s
     return inputs, bench.call(case, inputs)
 
 
-class CudaHostCost(_Measured):
+def host_cost(cupy: Any, function: Callable[..., Any], arguments: dict[str, Any]) -> Figures:
     """What the host pays for one call: no synchronisation, the median of 1000 calls."""
+    times = []
+    for call in range(1100):
+        if call % 100 == 0:  # a full queue would make the host wait for the device
+            cupy.cuda.get_current_stream().synchronize()
+        start = time.perf_counter()
+        function(**arguments)
+        times.append(time.perf_counter() - start)
+    return {"us": rounded(statistics.median(times[100:]) * 1e6)}
+
+
+class CudaHostCost(_Measured):
+    """What the host pays for one call on CuPy arrays."""
 
     params = cases(BACKWARD + FORWARD, ["allocated by the call", "out="])
     param_names = ("op", "outputs")
 
     def setup_cache(self) -> Cache:
         def microseconds(cupy: Any, op: str, outputs: str) -> Figures:
-            function = getattr(cupynorm, op)
             arguments, results = inputs_and_outputs(op, "64x1024", "bfloat16", cupy)
             if outputs == "out=":
                 arguments["out"] = results
-            times = []
-            for call in range(1100):
-                if call % 100 == 0:  # a full queue would make the host wait for the device
-                    cupy.cuda.get_current_stream().synchronize()
-                start = time.perf_counter()
-                function(**arguments)
-                times.append(time.perf_counter() - start)
-            return {"us": rounded(statistics.median(times[100:]) * 1e6)}
+            return host_cost(cupy, getattr(cupynorm, op), arguments)
 
         return on_cuda(self.params, microseconds)
 
     setup_cache.timeout = SETUP_SECONDS  # type: ignore[attr-defined]
 
     @shown("Host cost of a call on CUDA", "us")
+    def track_microseconds(self, *_: Any) -> float:
+        return self.figures["us"]
+
+
+def as_tensor(array: Any) -> Any:
+    """An array as PyTorch's, over the same memory; what is no array as it is."""
+    import torch
+
+    return torch.from_dlpack(array) if hasattr(array, "__dlpack__") else array
+
+
+class CudaHostCostOfTorch(_Measured):
+    """The same of a call on PyTorch's tensors, whose results are such tensors."""
+
+    params = cases(BACKWARD + FORWARD)
+    param_names = ("op",)
+
+    def setup_cache(self) -> Cache:
+        def microseconds(cupy: Any, op: str) -> Figures:
+            arguments, _ = inputs_and_outputs(op, "64x1024", "bfloat16", cupy)
+            tensors = {name: as_tensor(argument) for name, argument in arguments.items()}
+            return host_cost(cupy, getattr(cupynorm, op), tensors)
+
+        return on_cuda(self.params, microseconds, need_torch)
+
+    setup_cache.timeout = SETUP_SECONDS  # type: ignore[attr-defined]
+
+    @shown("Host cost of a call on CUDA, PyTorch's tensors in and out", "us")
     def track_microseconds(self, *_: Any) -> float:
         return self.figures["us"]
 

@@ -60,6 +60,8 @@ def stand_in(benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterato
     make_inputs = bench.make_inputs
     small = lambda case: bench.case(case.op, min(case.rows, 8), min(case.columns, 128), case.dtype, case.w_dtype)  # noqa: E731
     monkeypatch.setattr(benchmarks, "need_cuda", lambda: cupy)
+    monkeypatch.setattr(benchmarks, "need_torch", lambda: cupy)
+    monkeypatch.setattr(benchmarks, "as_tensor", lambda array: array)
     monkeypatch.setattr(bench, "make_inputs", lambda case, xp=np: make_inputs(small(case)))
     monkeypatch.setattr(
         bench,
@@ -84,7 +86,7 @@ def tracks(each: type) -> list[Any]:
 
 def test_everything_has_a_name_a_unit_and_named_parameters(benchmarks: ModuleType) -> None:
     names = [track.pretty_name for each in classes(benchmarks) for track in tracks(each)]
-    assert len(names) == len(set(names)) == 18
+    assert len(names) == len(set(names)) == 19
     for each in classes(benchmarks):
         assert len(getattr(each, "params", ())) == len(getattr(each, "param_names", ())), each
         for track in tracks(each):
@@ -107,7 +109,7 @@ def test_quick_leaves_one_case_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("stand_in")
 def test_every_case_gets_its_figures(benchmarks: ModuleType) -> None:
     measured = [each for each in classes(benchmarks) if hasattr(each, "setup_cache")]
-    assert len(measured) == 6
+    assert len(measured) == 7
     for each in measured:
         cache = each().setup_cache()  # type: ignore[attr-defined]
         keys = list(itertools.product(*each.params))  # type: ignore[attr-defined]
@@ -143,6 +145,20 @@ def test_without_cuda_nothing_fails(benchmarks: ModuleType, monkeypatch: pytest.
         cache = [instance.setup_cache()] if hasattr(each, "setup_cache") else []
         with pytest.raises(NotImplementedError, match="no CUDA"):
             instance.setup(*cache, *key)  # type: ignore[attr-defined]
+
+
+def test_tensors_over_the_arrays_memory(benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    array = np.ones((2, 3), np.float32)
+    tensor = benchmarks.as_tensor(array)
+    assert type(tensor) is torch.Tensor
+    assert tensor.data_ptr() == array.ctypes.data
+    assert benchmarks.as_tensor(1e-6) == 1e-6
+    monkeypatch.setattr(benchmarks, "need_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cost = benchmarks.CudaHostCostOfTorch()
+    with pytest.raises(NotImplementedError, match="no CUDA in PyTorch"):
+        cost.setup(cost.setup_cache(), "rmsnorm_backward")
 
 
 def test_before_the_first_kernels_nothing_is_available(benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
