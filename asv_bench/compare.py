@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         turns = [turn for _ in range(options.rounds) for turn in range(len(folders))]
         seconds: list[list[list[float]]] = [[] for _ in folders]  # of each tree and round, its rows
         for turn in report.progress(turns, lambda turn: f"tree {turn + 1}"):
-            seconds[turn].append(one_turn(folders[turn], turn, arguments))
+            seconds[turn].append([float(time) for time in one_turn(__file__, folders[turn], turn, arguments)])
         head = ["op", "rows x N", "dtype x/w", "layout", *(f"{name}: us" for name in names)]
         head += [*(f"{name}: faster" for name in names[1:]), "spread"]
         lines = [line(row, [[times[number] for times in tree] for tree in seconds]) for number, row in enumerate(rows)]
@@ -118,25 +118,24 @@ def checked_out(commit: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def one_turn(folder: Path, turn: int, arguments: Sequence[str]) -> list[float]:
-    """Seconds of each row, timed by this script in a process that finds the folder's cupynorm."""
+def one_turn(script: str, folder: Path, turn: int, arguments: Sequence[str]) -> list[Any]:
+    """What a script says of each row in a process that finds the folder's cupynorm."""
     from cupynorm import cli
 
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, __file__, *arguments, "--turn", str(turn)]
+    command = [sys.executable, script, *arguments, "--turn", str(turn)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise cli.UsageError(f"tree {turn + 1} cannot be timed: {last}")
-    package, seconds = json.loads(done.stdout.splitlines()[-1])
+        raise cli.UsageError(f"tree {turn + 1} fails: {last}")
+    package, of_rows = json.loads(done.stdout.splitlines()[-1])
     if not Path(package).is_relative_to(folder.resolve()):
-        raise cli.UsageError(f"tree {turn + 1} cannot be timed: {sys.executable} finds cupynorm in {package}")
-    return list(map(float, seconds))
+        raise cli.UsageError(f"tree {turn + 1} fails: {sys.executable} finds cupynorm in {package}")
+    return list(of_rows)
 
 
-def seconds_of(rows: Sequence[Row], settings: dict[str, Any], xp: Any) -> list[float]:
-    from roofline import inputs_of
-
+def set_constants(settings: dict[str, Any]) -> None:
+    """Of the launch choices of this process's cupynorm."""
     from cupynorm import cli
     from cupynorm.cuda import config
 
@@ -144,6 +143,12 @@ def seconds_of(rows: Sequence[Row], settings: dict[str, Any], xp: Any) -> list[f
         if not hasattr(config, name):
             raise cli.UsageError(f"cupynorm/cuda/config.py has no {name}")
         setattr(config, name, value)
+
+
+def seconds_of(rows: Sequence[Row], settings: dict[str, Any], xp: Any) -> list[float]:
+    from roofline import inputs_of
+
+    set_constants(settings)
     seconds = []
     for row in rows:
         inputs = inputs_of(row, xp)

@@ -1,19 +1,23 @@
-"""asv_bench/compare.py and counters.py: trees side by side, and what a stand-in for Nsight Compute reports."""
+"""asv_bench/compare.py, assembly.py and counters.py: trees side by side, timed and compiled, and what a stand-in for
+Nsight Compute reports."""
 
 from __future__ import annotations
 
 import csv
 import shutil
+import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import assembly
 import compare
 import counters
 import numpy as np
 import pytest
 import roofline
+from fake_device import FakeDevice
 from helpers import assert_one_line_of_error, exit_status
 
 from cupynorm import bench, cli
@@ -30,7 +34,8 @@ def test_trees_are_timed_in_turn(
 ) -> None:
     turns: list[int] = []
 
-    def one_turn(folder: Path, turn: int, arguments: list[str]) -> list[float]:
+    def one_turn(script: str, folder: Path, turn: int, arguments: list[str]) -> list[float]:
+        assert script == compare.__file__
         assert folder == ROOT
         turns.append(turn)
         return [1e-6 * (turn + 1) * (10 + len(turns) // 3)] * 2
@@ -94,6 +99,82 @@ def test_what_cannot_be_compared_is_said_in_one_line(
         arguments = [*arguments, "--set", "triton"]
     assert exit_status(compare.main, [*arguments, "--device", "numpy"]) == 2
     assert_one_line_of_error(capsys, words)
+
+
+# --- assembly.py ------------------------------------------------------------------------------------------
+
+FORWARD = ["--set", "forward", "--sizes", "100", "--ops", "rmsnorm_forward"]
+
+
+def test_what_trees_compile_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of N=4096 two kernels, of which one is the usual; N=8192, in 8 warps of 32 columns, takes that again."""
+    pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
+    target = tmp_path / "trees.csv"
+    trees = [".", ".", ".:FORWARD_COLUMNS_PER_THREAD={'rmsnorm': (24, 40)}"]
+    arguments = [*trees, *FORWARD, "--only", "4096,8192", "--rounds", "1", "--csv", str(target)]
+    assert exit_status(assembly.main, arguments) == 0
+    assert capsys.readouterr().out.splitlines()[:3] == [f"{i}: {tree}" for i, tree in enumerate(trees, 1)]
+    with target.open(newline="") as file:
+        (line,) = csv.DictReader(file)
+    assert (line["rows x N"], line["2: same"], line["3: same"]) == ("4069x4096", "yes", "no")
+    assert line["1: registers"] == line["2: registers"] != line["3: registers"]
+    assert 64 < int(line["1: registers"]) < 255
+    assert line["1: spills"] == "0"
+    assert float(line["1: s"]) > 0
+
+
+@pytest.mark.parametrize("options", [[], ["--set", "odd"], ["--set", "dtypes"], ["--set", "triton"]])
+def test_the_kernel_of_a_row_is_the_one_that_its_call_launches(
+    options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the launches of the public functions, on a device that is none."""
+    device = FakeDevice(monkeypatch)
+    asked: list[tuple[str, tuple[str, ...]]] = []
+    make = device._kernel
+
+    def kernel(file: str, name: str, definitions: tuple[str, ...] = ()) -> Any:
+        asked.append((file, definitions))
+        return make(file, name, definitions)
+
+    monkeypatch.setattr("cupynorm.cuda.launch.kernel", kernel)
+    monkeypatch.setattr(device.cupy.cuda.driver, "funcSetAttribute", lambda *_: None)
+    rows = roofline.rows_of(compare.parse([".", *options, "--sizes", "1,300"]))
+    for row in rows[:: len(rows) // 8]:
+        case = row.case
+        itemsize, columns = case.dtype.itemsize, case.columns
+        memory = device.array((columns + row.start,), case.dtype)  # no kernel runs, so one row is enough
+        x = device.cupy.ndarray(
+            (case.rows, columns),
+            case.dtype,
+            memory.data + row.start * itemsize,
+            strides=((columns + row.gap) * itemsize, itemsize),
+        )
+        inputs = {"x": x, "w": device.array((columns,), case.w_dtype)}
+        statistics = ("mean", "rstd") if case.norm == "layernorm" else ("rstd",)
+        if case.backward:
+            inputs |= {"dy": x} | {name: device.array((case.rows,)) for name in statistics}
+        elif case.norm == "layernorm":
+            inputs["b"] = inputs["w"]
+        asked.clear()
+        bench.call(case, inputs)
+        assert assembly.kernel_of(row) == asked[0], row
+
+
+def test_instructions_are_all_that_is_compared() -> None:
+    """Of an ELF file whose sections are .text.one, .data, .text.two and the names of these."""
+    names = b"\0.text.two\0.data\0.text.one\0.shstrtab\0"
+    parts = {b".text.two": b"222", b".data": b"ddd", b".text.one": b"1", b".shstrtab": names}
+    body, table = b"", b""
+    for name, content in parts.items():
+        table += struct.pack("2I4Q24x", names.index(name), 1, 0, 0, 64 + len(body), len(content))
+        body += content
+    header = struct.pack("40xQ10x3H", 64 + len(body), 64, len(parts), len(parts) - 1)
+    assert list(assembly.instructions(header + body + table)) == [b".text.one\x001", b".text.two\x00222"]
+
+
+def test_what_cannot_be_compiled_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status(assembly.main, [".:NO_SUCH_CHOICE=1", *FORWARD, "--only", "128"]) == 2
+    assert_one_line_of_error(capsys, ["tree 1", "NO_SUCH_CHOICE"])
 
 
 # --- counters.py ------------------------------------------------------------------------------------------

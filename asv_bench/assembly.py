@@ -1,0 +1,188 @@
+"""Trees side by side: what NVRTC makes of the kernels that the same calls choose on an H200. Needs no GPU:
+
+    python asv_bench/assembly.py TREE TREE … [--set NAME,…] [--ops OP …] [--only N,…] [--rounds N] [--csv FILE]
+
+A TREE is a commit, or `.` for this checkout, with launch choices behind a colon, and the rows are those of roofline.py,
+as in compare.py; of the rows that have one kernel in every tree the first stands for all. Of each tree: seconds of one
+core to compile the kernel (the least of the rounds; other work on the machine shows in them), registers of a thread,
+bytes that it spills; and of all but the first tree whether the instructions are, one by one, the first one's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import re
+import struct
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from cupynorm import bench, report
+
+if TYPE_CHECKING:
+    from roofline import Row
+
+CAPABILITY, MULTIPROCESSORS, SHARED_BYTES = (9, 0), 132, 232448  # of an H200
+REGISTERS = re.compile(r"Used (\d+) registers")
+SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+class Made(NamedTuple):
+    """What came of one compilation."""
+
+    kernel: str  # file and definitions
+    instructions: str  # a hash
+    registers: int
+    spilled: int  # bytes, written and read
+    seconds: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from cupynorm import cli
+
+    options = parse(arguments)
+    return cli.guarded("assembly.py", lambda: run(options, sys.argv[1:] if arguments is None else arguments))
+
+
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from compare import checked_out, one_turn, set_constants
+    from roofline import rows_of
+
+    from cupynorm import cli
+
+    rows = rows_of(options)
+    if options.turn is not None:
+        set_constants(options.trees[options.turn].settings)
+        print(json.dumps([str(Path(bench.__file__).resolve()), list(compiled(rows))]))
+        return 0
+    with ExitStack() as files:
+        target = cli.writable(files, "--csv", options.csv)
+        folders = [files.enter_context(checked_out(tree.commit)) for tree in options.trees]
+        trees: list[list[list[Made]]] = [[] for _ in folders]  # of each tree and round, its rows
+        turns = [turn for _ in range(options.rounds) for turn in range(len(folders))]
+        for turn in report.progress(turns, lambda turn: f"tree {turn + 1}"):
+            trees[turn].append([Made(*made) for made in one_turn(__file__, folders[turn], turn, arguments)])
+        names = list(map(str, range(1, len(folders) + 1)))
+        head = ["op", "rows x N", "dtype x/w", "layout"]
+        head += [f"{name}: {what}" for name in names for what in ("s", "registers", "spills")]
+        head += [f"{name}: same" for name in names[1:]]
+        lines = list(lines_of(rows, [[least(made) for made in zip(*tree, strict=True)] for tree in trees]))
+        if target:
+            with target.open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([head, *lines])
+    for name, tree in zip(names, options.trees, strict=True):
+        print(f"{name}: {tree.words}")
+    print(f"\n{report.table(head, lines)}")
+    return 0
+
+
+def least(rounds: Sequence[Made]) -> Made:
+    return min(rounds, key=lambda made: made.seconds)
+
+
+def lines_of(rows: Sequence[Row], trees: Sequence[Sequence[Made]]) -> Iterator[list[str]]:
+    """One for each kernel, or for each set of kernels where the trees choose different ones."""
+    seen = set()
+    for row, *made in zip(rows, *trees, strict=True):
+        kernels = tuple(each.kernel for each in made)
+        if kernels in seen:
+            continue
+        seen.add(kernels)
+        numbers = [str(x) for each in made for x in (f"{each.seconds:.2f}", each.registers, each.spilled)]
+        same = ["yes" if each.instructions == made[0].instructions else "no" for each in made[1:]]
+        yield [row.case.op, row.case.shape, row.case.dtypes, row.layout, *numbers, *same]
+
+
+def compiled(rows: Sequence[Row]) -> Iterator[Made]:
+    """What this process's cupynorm chooses for each row, compiled once; a first one is compiled for nobody."""
+    made: dict[tuple[str, tuple[str, ...]], Made] = {}
+    for row in rows:
+        kernel = kernel_of(row)
+        if not made:
+            compile_kernel(*kernel)
+        if kernel not in made:
+            made[kernel] = compile_kernel(*kernel)
+        yield made[kernel]
+
+
+def kernel_of(row: Row) -> tuple[str, tuple[str, ...]]:
+    """Source file and definitions of a row's kernel."""
+    from cupynorm import problem
+    from cupynorm.cuda import config
+
+    case, device = row.case, config.Device(CAPABILITY, MULTIPROCESSORS, SHARED_BYTES)
+    itemsize, statistic = case.dtype.itemsize, problem.statistics_dtype(case.dtype)
+    strides = ((case.columns + row.gap) * itemsize, itemsize)
+    x = problem.ArraySpec((case.rows, case.columns), strides, case.dtype, 0, row.start * itemsize % 16)
+    w = problem.ArraySpec((case.columns,), (case.w_dtype.itemsize,), case.w_dtype, 0)
+    mean = problem.ArraySpec((case.rows,), (statistic.itemsize,), statistic, 0)
+    layernorm = case.norm == "layernorm"
+    if case.backward:
+        arrays = {"x": x, "w": w, "dy": x, "mean": mean if layernorm else None, "rstd": mean, "dresidual_out": None}
+        found = problem.backward_problem(
+            case.norm, arrays, (None,) * 3, has_bias=layernorm, weight_offset=0.0, output_mask=None, accumulate=False
+        )
+        backward = config.backward_config(found, row.aligned, device)
+        return f"backward_{backward.route}.cu", backward.definitions
+    arrays = {"x": x, "w": w, "b": w if layernorm else None, "residual": None}
+    outputs = (None,) * (3 if layernorm else 2)
+    found = problem.forward_problem(case.norm, arrays, outputs, eps=1e-5, weight_offset=0.0)
+    forward = config.forward_config(found, row.aligned, device)
+    return forward.file, forward.definitions
+
+
+def compile_kernel(file: str, definitions: tuple[str, ...]) -> Made:
+    from cupy.cuda import nvrtc
+
+    from cupynorm.cuda import module
+
+    architecture = f"-arch=sm_{CAPABILITY[0]}{CAPABILITY[1]}"
+    text, options = module.source(file, definitions), module.compile_options()
+    start = time.process_time()
+    program = nvrtc.createProgram(text, file, (), ())
+    nvrtc.compileProgram(program, (architecture, "--ptxas-options=-v", *options))
+    seconds = time.process_time() - start
+    log, binary = nvrtc.getProgramLog(program), nvrtc.getCUBIN(program)
+    nvrtc.destroyProgram(program)
+    spilled = sum(int(stores) + int(loads) for stores, loads in SPILLS.findall(log))
+    registers = max(map(int, REGISTERS.findall(log)))
+    digest = hashlib.sha256(b"".join(instructions(binary))).hexdigest()
+    return Made(" ".join((file, *definitions)), digest, registers, spilled, seconds)
+
+
+def instructions(binary: bytes) -> Iterator[bytes]:
+    """The sections .text… of an ELF file of 64 bits, by name."""
+    (table,), (entry_bytes, count, names_at) = struct.unpack_from("Q", binary, 40), struct.unpack_from("3H", binary, 58)
+    # name, type, flags, address, offset, size
+    sections = [struct.unpack_from("2I4Q", binary, table + i * entry_bytes) for i in range(count)]
+    names = sections[names_at][4]
+    texts = {binary[names + name :].split(b"\0", 1)[0]: (at, size) for name, _, _, _, at, size in sections}
+    for name, (at, size) in sorted(texts.items()):
+        if name.startswith(b".text"):
+            yield name + b"\0" + binary[at : at + size]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    from compare import tree_of
+    from roofline import add_row_options
+
+    from cupynorm import cli
+
+    parser = cli.Parser(prog="assembly.py", description="Compile the same calls' kernels with several trees.")
+    words = "a commit or '.', and launch choices behind a colon"
+    parser.add_argument("trees", nargs="+", type=tree_of, metavar="TREE", help=words)
+    add_row_options(parser)
+    parser.add_argument("--rounds", type=lambda text: cli.positive(text, int), default=3, help="default: 3")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
+    parser.add_argument("--turn", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
