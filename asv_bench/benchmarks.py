@@ -269,10 +269,13 @@ def host_cost(cupy: Any, function: Callable[..., Any], arguments: dict[str, Any]
     return {"us": rounded(statistics.median(times[100:]) * 1e6)}
 
 
+OUTPUTS = ["allocated by the call", "out="]
+
+
 class CudaHostCost(_Measured):
     """What the host pays for one call on CuPy arrays."""
 
-    params = cases(BACKWARD + FORWARD, ["allocated by the call", "out="])
+    params = cases(BACKWARD + FORWARD, OUTPUTS)
     param_names = ("op", "outputs")
 
     def setup_cache(self) -> Cache:
@@ -301,13 +304,15 @@ def as_tensor(array: Any) -> Any:
 class CudaHostCostOfTorch(_Measured):
     """The same of a call on PyTorch's tensors, whose results are such tensors."""
 
-    params = cases(BACKWARD + FORWARD)
-    param_names = ("op",)
+    params = cases(BACKWARD + FORWARD, OUTPUTS)
+    param_names = ("op", "outputs")
 
     def setup_cache(self) -> Cache:
-        def microseconds(cupy: Any, op: str) -> Figures:
-            arguments, _ = inputs_and_outputs(op, "64x1024", "bfloat16", cupy)
+        def microseconds(cupy: Any, op: str, outputs: str) -> Figures:
+            arguments, results = inputs_and_outputs(op, "64x1024", "bfloat16", cupy)
             tensors = {name: as_tensor(argument) for name, argument in arguments.items()}
+            if outputs == "out=":
+                tensors["out"] = tuple(map(as_tensor, results))
             return host_cost(cupy, getattr(cupynorm, op), tensors)
 
         return on_cuda(self.params, microseconds, need_torch)

@@ -32,9 +32,10 @@ Layout = tuple[Any, ...]  # the fields of a problem.ArraySpec, the first of them
 
 # What a look at a call's arrays tells, in the order in which they were given, None where there is none:
 # their layouts; the operands, which a backend works on (NumPy arrays; addresses of device memory, 0 for None); what
-# keeps the memory alive, of which `array` makes a NumPy or CuPy array; and what turns a result into an array of
-# the caller's framework, where that is another one. A plain tuple: it is made on every call.
-Arrived = tuple[tuple[Layout | None, ...], list[Any], Sequence[Any], Callable[[Array], Any] | None]
+# keeps the memory alive, of which `array` makes a NumPy or CuPy array; what turns a result into an array of the
+# caller's framework, where that is another one; and whether that framework must be told of what is written into arrays
+# of its own, too, because its stream does not wait for CuPy's. A plain tuple: it is made on every call.
+Arrived = tuple[tuple[Layout | None, ...], list[Any], Sequence[Any], Callable[[Array], Any] | None, bool]
 # Takes the arrays, what error messages call them, and the position of the first that is written into.
 Look = Callable[[Sequence[Any], Sequence[str], int], Arrived]
 
@@ -73,7 +74,7 @@ class Host:
                 layouts.append((array.shape, array.strides, array.dtype, None, 0, not array.flags.writeable))
             else:
                 raise _stranger(labels[len(layouts)], type(array), "numpy.ndarray")
-        return tuple(layouts), list(arrays), arrays, None
+        return tuple(layouts), list(arrays), arrays, None, False
 
     def operand(self, array: Array) -> Array:
         return array
@@ -121,7 +122,7 @@ class Device:
                 addresses.append(address)
             else:
                 raise _stranger(labels[len(layouts)], type(array), "cupy.ndarray")
-        return tuple(layouts), addresses, arrays, None
+        return tuple(layouts), addresses, arrays, None, False
 
     def array(self, view: Any, device: int) -> Array:
         return dlpack.as_cupy(view, device) if isinstance(view, dlpack.Imported) else view
@@ -195,7 +196,7 @@ class Foreign:
             self._take: Callable[[Any], Any] = importlib.import_module(self._framework).from_dlpack
 
     def look(self, arrays: Sequence[Any], labels: Sequence[str], written: int) -> Arrived:
-        if self._exchange is not None and written == len(arrays):
+        if self._exchange is not None:
             arrived = self._look_quickly(self._exchange, arrays)
             if arrived is not None:
                 return arrived
@@ -207,9 +208,10 @@ class Foreign:
             return self._import(arrays, labels, written, device, home.current_stream())
 
     def _look_quickly(self, exchange: dlpack.Exchange, arrays: Sequence[Any]) -> Arrived | None:
-        """A call without out= on CUDA arrays of the current device, while the framework works on CuPy's current stream.
+        """A call on CUDA arrays of the current device, while the framework works on CuPy's current stream.
 
         None for all others, and for arrays that only the way through capsules can refuse in the producer's own words.
+        Whether arrays are read-only is not asked: the table does not say it, and PyTorch knows no such tensors.
         """
         layouts: list[Layout | None] = []
         addresses = []
@@ -235,7 +237,7 @@ class Foreign:
             layouts.append((view.shape, view.strides, view.dtype, device, view.pointer & 15))
             addresses.append(view.pointer)
             views.append(view)
-        return tuple(layouts), addresses, views, self._give_quickly
+        return tuple(layouts), addresses, views, self._give_quickly, False
 
     def _give_quickly(self, array: Array) -> Any:
         """A CuPy array as one of the framework's, over the same memory, where the streams are one."""
@@ -277,10 +279,10 @@ class Foreign:
             views.append(view)
         importer = _importer(x, self._framework)
         if device is not None:
-            return tuple(layouts), [0 if view is None else view.pointer for view in views], views, importer
+            return tuple(layouts), [0 if view is None else view.pointer for view in views], views, importer, True
         host = [None if view is None else dlpack.as_numpy(view) for view in views]
         dtypes = {view.dtype: getattr(value, "dtype", None) for value, view in zip(arrays, views, strict=True) if view}
-        return tuple(layouts), host, [*host], functools.partial(_give_back_from_host, importer, dtypes)
+        return tuple(layouts), host, [*host], functools.partial(_give_back_from_host, importer, dtypes), False
 
 
 def _give_back_from_host(importer: Callable[[Any], Any], dtypes: dict[np.dtype[Any], Any], array: Array) -> Any:

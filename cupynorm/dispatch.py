@@ -85,7 +85,7 @@ def run(operation: Operation, inputs: tuple[Any, ...], out: Any, *options: Any) 
         targets = out_sequence(out, operation.returned(options[0]))
     arrays = inputs + targets
     look = way_in(type(inputs[0]))  # type: ignore[arg-type]  # types are hashable
-    layouts, operands, views, give_back = look(arrays, operation.labels, len(inputs))
+    layouts, operands, views, give_back, waits = look(arrays, operation.labels, len(inputs))
     try:
         plan = plan_of(operation, layouts, *options)
     except TypeError as error:
@@ -98,9 +98,9 @@ def run(operation: Operation, inputs: tuple[Any, ...], out: Any, *options: Any) 
         plan.check_overlaps(operands)
     scope = plan.home.scope(plan.device)
     if scope is None:
-        return plan.run(operands, views, targets, give_back)
+        return plan.run(operands, views, targets, give_back, waits)
     with scope:
-        return plan.run(operands, views, targets, give_back)
+        return plan.run(operands, views, targets, give_back, waits)
 
 
 @functools.lru_cache(maxsize=2048, typed=True)  # some 12 kB a plan; typed: 1 equals True, but is none
@@ -182,6 +182,7 @@ class Plan:
         views: Sequence[Any],
         targets: tuple[Any, ...],
         give_back: Callable[[Array], Any] | None,
+        waits: bool,
     ) -> tuple[Any, ...]:
         """Make what is missing, do the work, hand back the results. The plan's device is the current one."""
         home = self.home
@@ -195,7 +196,7 @@ class Plan:
         else:
             self._work(*operands)
         if give_back is not None:
-            self._give_back(results, views, give_back)
+            self._give_back(results, views, give_back, waits)
         return tuple(results)
 
     def _work_on_copies(self, operands: list[Any], views: Sequence[Any]) -> None:
@@ -213,11 +214,13 @@ class Plan:
                 target = home.array(views[operand], self.device)
                 target[...] = stand_in.reshape(target.shape)
 
-    def _give_back(self, results: list[Any], views: Sequence[Any], give_back: Callable[[Array], Any]) -> None:
+    def _give_back(
+        self, results: list[Any], views: Sequence[Any], give_back: Callable[[Array], Any], waits: bool
+    ) -> None:
         """The results in the caller's framework, whose current stream then waits for the work on CuPy's."""
         for _, result, *_ in self._new:
             results[result] = give_back(results[result])
-        if self.device is not None:
+        if waits:
             for view in views[len(self._operation.inputs) :]:
                 if view is not None:
                     give_back(self.home.array(view, self.device))

@@ -158,7 +158,7 @@ def test_tensors_over_the_arrays_memory(benchmarks: ModuleType, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cost = benchmarks.CudaHostCostOfTorch()
     with pytest.raises(NotImplementedError, match="no CUDA in PyTorch"):
-        cost.setup(cost.setup_cache(), "rmsnorm_backward")
+        cost.setup(cost.setup_cache(), "rmsnorm_backward", "out=")
 
 
 def test_before_the_first_kernels_nothing_is_available(benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -585,6 +585,28 @@ def test_foreign_arrays_on_the_same_stream_need_no_capsule(monkeypatch: Any, dev
     assert launch.fields()[6] == given[1].data.ptr
 
 
+def test_foreign_arrays_given_as_out_are_written_in_place(monkeypatch: Any, device: FakeDevice, torch: Any) -> None:
+    """On the same stream, too, without a capsule; an entry that is missing comes back as the framework's."""
+    given = []
+    monkeypatch.setattr(arrays.Foreign, "_give_quickly", lambda self, array: given.append(array) or torch.zeros(1))
+    monkeypatch.setattr(dlpack, "import_from", lambda *_: pytest.fail("a capsule was made"))
+    call = torch_call(torch)
+    dx, dw = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16), torch.zeros(COLUMNS)
+    assert backward("rmsnorm", call | {"out": (dx, dw)}) == (dx, dw)
+    assert not given
+    results = backward("rmsnorm", call | {"out": (None, dw)})
+    assert results[1] is dw
+    assert type(results[0]) is torch.Tensor
+    both, one = device.launched
+    assert both.fields()[5:7] == (dx.data_ptr(), dw.data_ptr())
+    assert one.fields()[5:7] == (given[0].data.ptr, dw.data_ptr())
+    with pytest.raises(ValueError, match=r"^out\[0\] \(dx\): overlaps x in memory"):
+        backward("rmsnorm", call | {"out": (call["x"], None)})
+    with pytest.raises(ValueError, match=r"^out\[1\] \(dw\): has shape"):
+        backward("rmsnorm", call | {"out": (dx, dx)})
+    assert len(device.launched) == 2
+
+
 def test_other_foreign_arrays_take_the_way_through_capsules(device: FakeDevice, torch: Any) -> None:
     def on_host(**changes: Any) -> bool:
         """Whether the call took the other way, on which these tensors turn out to lie on the host."""
@@ -593,7 +615,8 @@ def test_other_foreign_arrays_take_the_way_through_capsules(device: FakeDevice, 
 
     with pytest.raises(TypeError, match=r"^w: .*grad"):
         backward("rmsnorm", torch_call(torch) | {"w": torch.ones(COLUMNS, requires_grad=True)})
-    assert on_host(out=(torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16), None))
+    with pytest.raises(TypeError, match=r"^out\[0\] \(dx\): .*grad"):
+        backward("rmsnorm", torch_call(torch) | {"out": (torch.zeros(ROWS, COLUMNS, requires_grad=True), None)})
     device.stream = FakeStream(7)
     assert on_host()
     device.stream, device.current = FakeStream(), 1
