@@ -190,9 +190,8 @@ class Foreign:
     def __init__(self, kind: type) -> None:
         self._kind = kind
         self._framework = _framework(kind)
-        self._exchange = None
-        if self._framework in _TAKE_CAPSULES:
-            self._exchange = dlpack.exchange_of(kind)
+        self._exchange = dlpack.exchange_of(kind) if self._framework in _TAKE_CAPSULES else None
+        if self._exchange is not None:
             self._take: Callable[[Any], Any] = importlib.import_module(self._framework).from_dlpack
 
     def look(self, arrays: Sequence[Any], labels: Sequence[str], written: int) -> Arrived:
