@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from roofline import Row
 
 CAPABILITY, MULTIPROCESSORS, SHARED_BYTES = (9, 0), 132, 232448  # of an H200
+# What CuPy adds to a module's own options (cupy/cuda/compiler.py); with -ftz=true other instructions come out.
+OPTIONS_OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")
 REGISTERS = re.compile(r"Used (\d+) registers")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
@@ -143,7 +145,7 @@ def compile_kernel(file: str, definitions: tuple[str, ...]) -> Made:
     from cupynorm.cuda import module
 
     architecture = f"-arch=sm_{CAPABILITY[0]}{CAPABILITY[1]}"
-    text, options = module.source(file, definitions), module.compile_options()
+    text, options = module.source(file, definitions), (*module.compile_options(), *OPTIONS_OF_CUPY)
     start = time.process_time()
     program = nvrtc.createProgram(text, file, (), ())
     nvrtc.compileProgram(program, (architecture, "--ptxas-options=-v", *options))

@@ -29,6 +29,8 @@ from cupynorm.cuda.config import Variant, variants
 
 RECORD = Path(__file__).with_name("compile_record.json")
 HOW_TO = "make a new one with `python tests/compiling.py`"
+# What CuPy adds to a module's own options (cupy/cuda/compiler.py); with -ftz=true other instructions come out.
+OPTIONS_OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")
 COMPUTE_CAPABILITIES = ((7, 5), (8, 0), (9, 0), (10, 0), (12, 0))
 
 REPORT = re.compile(
@@ -58,7 +60,7 @@ def compile_variant(capability: tuple[int, int], variant: Variant) -> tuple[list
     from cupy.cuda import nvrtc
 
     program = nvrtc.createProgram(module.source(variant.file, variant.definitions), variant.file, (), ())
-    options = (f"-arch={architecture(capability)}", "--ptxas-options=-v", *module.compile_options())
+    options = (f"-arch={architecture(capability)}", "--ptxas-options=-v", *module.compile_options(), *OPTIONS_OF_CUPY)
     name = f"{architecture(capability)} {variant.file} {' '.join(variant.definitions)}"
     try:
         nvrtc.compileProgram(program, options)

@@ -1,0 +1,141 @@
+"""The kernels of kernels_cu/ on the CPU: what they compute, checked on machines without a GPU.
+
+A public function is called on the device of fake_device.py, which notes its launches; each is then carried out by the
+kernel's own source, compiled as C++ for the CPU with the launch's own definitions, grid, block, shared memory and
+arguments. In place of CUDA stand on_cpu/cuda.h and, for bulk copies and barriers, on_cpu/pipeline.h. PTX is taken out:
+single statements that matter are written here as C++, the others (hints, prefetches, fences) are left away. So float16,
+which is converted by PTX, and clusters are not there, and time and the order in which memory is seen say nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_device import FakeDevice
+
+HERE = Path(__file__).with_name("on_cpu")
+COMPILER = shutil.which("g++")
+# FMA is not contracted: a sum's order is compared bit by bit between kernels that the compiler may treat differently.
+OPTIONS = ("-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", f"-I{HERE}")
+
+# PTX that has an effect here, by what it begins with; $1, $2 are its operands, in the order in which they are written.
+MEANINGS = {
+    "ld.relaxed.gpu.global.u64 %0, [%1]": "$1 = *($2);",
+    "ld.acquire.gpu.global.u64 %0, [%1]": "$1 = *($2);",
+    "st.relaxed.gpu.global.u64 [%0], %1": "*($1) = $2;",
+    "red.relaxed.gpu.global.add.u64 [%0], 1": "++*($1);",
+    "atom.acq_rel.gpu.global.add.u64 %0, [%1], %2": "$1 = *($2); *($2) += $3;",
+    "bar.sync 1, %0": "on_cpu::bar_sync(1, $1);",
+}
+STATEMENT = re.compile(r"\basm\b(?: volatile)?\s*\(((?:[^()\"]|\"[^\"]*\"|\((?:[^()]|\([^()]*\))*\))*)\);")
+
+
+class KernelsOnCpu(FakeDevice):
+    """A device on which kernels run, if `run` is called after the call that launched them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        super().__init__(monkeypatch)
+        from cupynorm.cuda import driver
+
+        self._folder = folder
+        self._compiled: dict[tuple[str, str, tuple[str, ...]], Any] = {}
+        self._asked: list[tuple[str, str, tuple[str, ...]]] = []  # of each of self._kernels: file, name, definitions
+        self._shapes: dict[int, tuple[int, int]] = {}  # of each, threads and bytes of shared memory
+        over = driver.Launch.over
+
+        def noted(launch: Any, x: int, y: int = 1) -> Any:
+            self._shapes[launch._kernel.kernel.ptr] = launch._threads, launch._shared_bytes
+            return over(launch, x, y)
+
+        monkeypatch.setattr(driver.Launch, "over", noted)
+        monkeypatch.setattr(self.cupy.cuda.driver, "funcSetAttribute", lambda *_: None)
+        self.functions: list[int] = []  # of each launch so far
+
+    def _kernel(self, file: str, name: str, definitions: tuple[str, ...] = ()) -> SimpleNamespace:
+        kernel: SimpleNamespace = super()._kernel(file, name, definitions)
+        self._asked.append((file, name, definitions))
+        return kernel
+
+    def _launch(self, function: int, *others: int) -> None:
+        super()._launch(function, *others)
+        self.functions.append(function)
+
+    def run(self) -> list[str]:
+        """Carries out the launches since the last time; returns what kernels these were, and their definitions."""
+        ran = []
+        for launched, function in zip(self.launched, self.functions, strict=True):
+            file, name, definitions = self._asked[function - 1]
+            assert "CLUSTER=1" in definitions or not any(text.startswith("CLUSTER=") for text in definitions)
+            threads, shared_bytes = self._shapes[function]
+            arguments = ctypes.create_string_buffer(launched.arguments, len(launched.arguments))
+            self._library(file, name, definitions).run(arguments, *launched.grid[:2], threads, shared_bytes)
+            ran.append(" ".join((name, *definitions)))
+        self.launched.clear()
+        self.functions.clear()
+        return ran
+
+    def _library(self, *kernel: Any) -> Any:
+        if kernel not in self._compiled:
+            file, name, definitions = kernel
+            struct = "BackwardArguments" if name.startswith("backward") else "ForwardArguments"
+            lines = ['#include "cuda.h"', *(f"#define {text.replace('=', ' ', 1)}" for text in definitions)]
+            lines += [as_cpp(source(file, set()))]
+            lines += ['extern "C" void run(const void* arguments, int x, int y, int threads, int bytes) {']
+            lines += [f"on_cpu::launch({name}, *static_cast<const {struct}*>(arguments), x, y, threads, bytes);", "}"]
+            path = self._folder / f"{len(self._compiled)}.cpp"
+            path.write_text("\n".join(lines), encoding="utf-8")
+            library = path.with_suffix(".so")
+            command = [str(COMPILER), *OPTIONS, str(path), "-o", str(library)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr[:4000]
+            self._compiled[kernel] = ctypes.CDLL(str(library))
+        return self._compiled[kernel]
+
+
+def values(array: Any) -> np.ndarray[Any, Any]:
+    """A CuPy array of the stand-in's as NumPy's, over the same memory."""
+    reach = sum(stride * (extent - 1) for stride, extent in zip(array.strides, array.shape, strict=True))
+    memory = (ctypes.c_char * (reach + array.dtype.itemsize)).from_address(array.data.ptr)
+    return np.ndarray(array.shape, array.dtype, memory, strides=array.strides)
+
+
+def source(file: str, seen: set[str]) -> str:
+    """A file of kernels_cu/ with what it includes, each once, and on_cpu/pipeline.h in place of pipeline.cuh."""
+    from cupynorm.cuda import module
+
+    lines = []
+    for line in (module.source_directory() / file).read_text(encoding="utf-8").splitlines():
+        included = re.match(r'#include "(.*)"', line)
+        if included and included[1] not in seen:
+            seen.add(included[1])
+            stand_in = included[1] == "pipeline.cuh"
+            lines.append('#include "pipeline.h"' if stand_in else source(included[1], seen))
+        elif not included and line != "#pragma once":
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def as_cpp(text: str) -> str:
+    """Without PTX and without dynamic shared memory of CUDA's."""
+    text = re.sub(r"extern __shared__ [^;]*\bshared\[\];", "auto* const shared = on_cpu::shared;", text)
+    return STATEMENT.sub(lambda match: meaning(match[1]), text)
+
+
+def meaning(statement: str) -> str:
+    """Of what stands between the brackets of an asm statement."""
+    instructions = "".join(re.findall(r'"([^"]*)"', statement.split("\n", 1)[0].split(":")[0]))
+    for start, written in MEANINGS.items():
+        if statement.lstrip().lstrip('"').startswith(start):
+            operands = re.findall(r'"[=+]?[a-z]"\s*\(((?:[^()]|\([^()]*\))*)\)', statement)
+            for number, operand in enumerate(operands, 1):
+                written = written.replace(f"${number}", operand)
+            return f"{{ {written} }}"
+    return f"/* {instructions[:40]} */;".replace("\n", " ")

@@ -1,0 +1,170 @@
+// Enough of CUDA C++ to run the sources of kernels_cu/ on the CPU, where what they compute is checked without a GPU: see
+// ../on_cpu.py. The threads of a block are fibers, run in turn, each until it waits for others; blocks run one after the
+// other, so shared memory is one of a kind. Nothing here says anything of speed, of memory order, or of clusters.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __noinline__
+#define __align__(n) alignas(n)
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#define __shared__ static
+#define __CUDA_ARCH__ 750  // so that no conversion to bfloat16 is one of the hardware's
+
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct Dimensions { unsigned x = 1, y = 1, z = 1; };
+static Dimensions threadIdx, blockIdx, blockDim, gridDim;
+
+namespace on_cpu {
+
+constexpr int kWarp = 32, kStackBytes = 128 << 10, kSharedBytes = 256 << 10;
+alignas(128) static char shared[kSharedBytes];  // dynamic shared memory, of which a launch has `shared_bytes`
+static int shared_bytes;
+
+[[noreturn]] inline void fail(const char* what) {
+    std::fprintf(stderr, "block %u,%u, thread %u: %s\n", blockIdx.x, blockIdx.y, threadIdx.x, what);
+    std::abort();
+}
+
+static ucontext_t scheduler;
+static std::vector<ucontext_t> fibers;
+static bool progress;  // in this round some fiber went on
+
+inline void yield() { swapcontext(&fibers[threadIdx.x], &scheduler); }
+template <class Condition> void wait_until(Condition condition) {
+    while (!condition()) yield();
+    progress = true;
+}
+
+// A barrier of any number of threads, over and over.
+struct Meeting {
+    int arrived = 0;
+    unsigned phase = 0;
+    void wait(int threads) {
+        const unsigned before = phase;
+        if (++arrived == threads) {
+            arrived = 0;
+            ++phase;
+            progress = true;
+        } else {
+            wait_until([&] { return phase != before; });
+        }
+    }
+};
+static Meeting of_block, named[16], of_warp[kWarp];
+static uint64_t lanes[kWarp][kWarp];
+static int count;
+
+inline void sync_warp() {
+    const int warp = threadIdx.x / kWarp, left = blockDim.x - warp * kWarp;
+    of_warp[warp].wait(left < kWarp ? left : kWarp);
+}
+template <class T> T from_lane(T value, int lane) {
+    const int warp = threadIdx.x / kWarp;
+    std::memcpy(&lanes[warp][threadIdx.x % kWarp], &value, sizeof(T));
+    sync_warp();
+    std::memcpy(&value, &lanes[warp][lane], sizeof(T));
+    sync_warp();
+    return value;
+}
+
+template <class To, class From> To bits(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof(To));
+    return to;
+}
+
+inline void bar_sync(int barrier, int threads) { named[barrier].wait(threads); }
+
+template <class Kernel, class Arguments>
+void launch(Kernel kernel, const Arguments& arguments, int blocks_x, int blocks_y, int threads, int bytes) {
+    static Kernel current;
+    static const Arguments* given;
+    static std::vector<char> stacks;
+    static std::vector<char> ended;
+    current = kernel;
+    given = &arguments;
+    shared_bytes = bytes;
+    gridDim = {unsigned(blocks_x), unsigned(blocks_y), 1};
+    blockDim = {unsigned(threads), 1, 1};
+    stacks.resize(size_t(threads) * kStackBytes);
+    fibers.resize(threads);
+    for (unsigned block = 0; block < gridDim.x * gridDim.y; ++block) {
+        blockIdx = {block % gridDim.x, block / gridDim.x, 0};
+        std::memset(shared, 0x7f, kSharedBytes);  // 3.4e38: what is read before it is written shows
+        ended.assign(threads, false);
+        for (int i = 0; i < threads; ++i) {
+            getcontext(&fibers[i]);
+            fibers[i].uc_stack.ss_sp = stacks.data() + size_t(i) * kStackBytes;
+            fibers[i].uc_stack.ss_size = kStackBytes;
+            fibers[i].uc_link = &scheduler;
+            makecontext(&fibers[i], +[] { current(*given); ended[threadIdx.x] = progress = true; }, 0);
+        }
+        for (int left = threads; left;) {
+            progress = false;
+            for (int i = 0; i < threads; ++i) {
+                if (ended[i]) continue;
+                threadIdx.x = i;
+                swapcontext(&scheduler, &fibers[i]);
+                left -= ended[i];
+            }
+            if (left && !progress) fail("all threads wait for ever");
+        }
+    }
+}
+
+}  // namespace on_cpu
+
+template <class T> T __shfl_xor_sync(unsigned, T value, int distance) {
+    return on_cpu::from_lane(value, threadIdx.x % 32 ^ distance);
+}
+template <class T> T __shfl_sync(unsigned, T value, int lane, int width = 32) {
+    return on_cpu::from_lane(value, int(threadIdx.x % 32) / width * width + lane % width);
+}
+inline void __syncwarp() { on_cpu::sync_warp(); }
+inline void __syncthreads() { on_cpu::of_block.wait(blockDim.x); }
+inline int __syncthreads_count(int value) {
+    __syncthreads();
+    on_cpu::count = 0;
+    __syncthreads();
+    on_cpu::count += value != 0;
+    __syncthreads();
+    return on_cpu::count;
+}
+inline int __syncthreads_or(int value) { return __syncthreads_count(value) != 0; }
+inline void __threadfence() {}
+
+template <class T> T __ldg(const T* source) { return *source; }
+template <class T> T __ldcs(const T* source) { return *source; }
+template <class T> void __stcs(T* target, T value) { *target = value; }
+inline unsigned atomicInc(unsigned* target, unsigned most) {
+    const unsigned before = *target;
+    *target = before >= most ? 0 : before + 1;
+    return before;
+}
+
+inline int __clz(unsigned value) { return value ? __builtin_clz(value) : 32; }
+inline float __uint_as_float(unsigned value) { return on_cpu::bits<float>(value); }
+inline unsigned __float_as_uint(float value) { return on_cpu::bits<unsigned>(value); }
+inline double __hiloint2double(int high, int low) {
+    return on_cpu::bits<double>(uint64_t(unsigned(high)) << 32 | unsigned(low));
+}
+inline int __double2loint(double value) { return int(on_cpu::bits<uint64_t>(value)); }
+inline int __double2hiint(double value) { return int(on_cpu::bits<uint64_t>(value) >> 32); }
+inline float __double2float_rz(double value) {
+    const float nearest = float(value);
+    return std::fabs(double(nearest)) > std::fabs(value) ? std::nextafterf(nearest, 0.0f) : nearest;
+}
+inline float __frsqrt_rn(float value) { return float(1 / std::sqrt(double(value))); }

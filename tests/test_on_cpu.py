@@ -1,0 +1,210 @@
+"""What the CUDA kernels compute, checked without a GPU: on_cpu.py says how, and what it cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fake_device
+import numpy as np
+import pytest
+from grid import Case, make_case
+from helpers import NORMS, Tensors, assert_same_bits, backward, forward, spoilt
+from on_cpu import COMPILER, KernelsOnCpu, as_cpp, values
+from test_numerics import check_backward, check_forward
+
+pytest.importorskip("cupy", reason="launches are those of CuPy's arrays")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_of_module() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield monkeypatch
+
+
+@pytest.fixture(scope="module")
+def shared_device(monkeypatch_of_module: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> KernelsOnCpu:
+    return KernelsOnCpu(monkeypatch_of_module, tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def device(shared_device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch) -> KernelsOnCpu:
+    """Compiled kernels stay; the device is new, of compute capability 9.0, with 132 multiprocessors."""
+    from cupynorm import dispatch
+    from cupynorm.cuda import launch
+
+    launch.device_of.cache_clear()
+    dispatch.plan_of.cache_clear()
+    return shared_device
+
+
+def on_device(device: KernelsOnCpu, tensors: Tensors, gap: int = 0) -> Tensors:
+    """The same numbers as CuPy's arrays, with so many elements between the rows of x and dy."""
+
+    def put(name: str, array: Any) -> Any:
+        if array is None:
+            return None
+        if name in ("x", "dy") and gap:
+            placed = device.array((len(array), array.shape[1] + gap), array.dtype)[:, : array.shape[1]]
+        else:
+            placed = device.array(array.shape, array.dtype)
+        values(placed)[...] = array
+        return placed
+
+    return Tensors(**{name: put(name, array) for name, array in vars(tensors).items()})
+
+
+def run(device: KernelsOnCpu, results: tuple[Any, ...], kernel: str) -> tuple[Any, ...]:
+    """The results, once the kernels that were launched have run, which must be of this name."""
+    ran = device.run()
+    assert all(name.startswith(kernel) for name in ran), ran
+    assert ran
+    return tuple(None if array is None else values(array).copy() for array in results)
+
+
+def case_of(norm: str, rows: int, columns: int, x: str = "bfloat16", dy: str = "", w: str | None = "float32") -> Case:
+    return Case(norm, rows, columns, x, w, dy or x, has_bias=norm == "layernorm")
+
+
+def check_both(device: KernelsOnCpu, case: Case, kernels: tuple[str, str], gap: int = 0) -> None:
+    tensors = make_case(np, case)
+    placed = on_device(device, tensors, gap)
+    results = backward(case.norm, placed, has_bias=case.has_bias)
+    check_backward(case, tensors, run(device, results, kernels[0]))
+    if case.x == case.dy:
+        check_forward(case, tensors, run(device, forward(case.norm, placed), kernels[1]))
+
+
+STAGED = ("backward_staged", "forward_staged")
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("rows", "columns", "types", "gap"),
+    [
+        (300, 128, ("bfloat16", "", "float32"), 0),
+        (70, 384, ("bfloat16", "", "bfloat16"), 0),
+        (33, 768, ("bfloat16", "", None), 0),
+        (40, 1024, ("bfloat16", "", "float32"), 8),
+        (5, 4096, ("bfloat16", "", "float32"), 0),
+        (12, 1001, ("bfloat16", "", "float32"), 0),
+        (20, 512, ("float32", "", "float32"), 0),
+        (9, 1280, ("float32", "bfloat16", "float32"), 0),
+        (7, 640, ("float64", "", "float64"), 0),
+    ],
+)
+def test_few_rows(
+    device: KernelsOnCpu, norm: str, rows: int, columns: int, types: tuple[str, str, str | None], gap: int
+) -> None:
+    """One or two steps of each walker; dw and db by column blocks, or by walkers that meet."""
+    check_both(device, case_of(norm, rows, columns, *types), STAGED, gap)
+
+
+@pytest.fixture
+def small_device(device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch) -> KernelsOnCpu:
+    """Two multiprocessors: walkers have many steps, rings are filled again, column sums reach their second level."""
+    monkeypatch.setitem(fake_device.ATTRIBUTES, 16, 2)
+    monkeypatch.setattr(
+        "cupynorm.cuda.config.COLUMN_BLOCKS_BYTES", dict.fromkeys((False, True), dict.fromkeys(NORMS, 0))
+    )
+    return device
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("rows", "columns"), [(2500, 128), (900, 384), (333, 1024), (80, 4096), (90, 1001)])
+def test_many_steps(small_device: KernelsOnCpu, norm: str, rows: int, columns: int) -> None:
+    check_both(small_device, case_of(norm, rows, columns), STAGED)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(device: KernelsOnCpu, norm: str) -> None:
+    """Few rows and many, with other groups, column blocks and walkers."""
+    tensors = make_case(np, case_of(norm, 600, 512, "float32"))
+    parts = []
+    for rows in (600, 64, 3):
+        part = {name: a[:rows] if a is not None and name not in ("w", "b") else a for name, a in vars(tensors).items()}
+        placed = on_device(device, Tensors(**part))
+        dx = run(device, backward(norm, placed), "backward_staged")[0]
+        parts.append((dx, *run(device, forward(norm, placed), "forward_staged")))
+    for few in parts[1:]:
+        assert_same_bits(few, tuple(array[: len(few[0])] for array in parts[0]))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("columns", [128, 1024, 1001])
+def test_a_nan_stays_in_its_row(device: KernelsOnCpu, norm: str, columns: int) -> None:
+    case = case_of(norm, 40, columns)
+    tensors = make_case(np, case)
+    expected = run(device, backward(norm, on_device(device, tensors)), "backward_staged")
+    spoilt_tensors = replace(tensors, x=spoilt(tensors.x, (7, 5), np.nan))
+    got = run(device, backward(norm, on_device(device, spoilt_tensors)), "backward_staged")
+    others = np.arange(40) != 7
+    assert_same_bits((got[0][others],), (expected[0][others],))
+    assert np.isnan(got[0][7].astype(np.float32)).all()
+    assert_same_bits((np.delete(got[1], 5),), (np.delete(expected[1], 5),))
+    assert np.isnan(got[1][5])
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("rows", "columns", "kernels"),
+    [
+        (50, 128, ("backward_direct", "forward_direct")),
+        (40, 1000, ("backward_direct", "forward_direct")),
+        (5, 9000, ("backward_split", "forward_swept")),
+    ],
+)
+def test_without_the_features_of_newer_devices(
+    device: KernelsOnCpu,
+    monkeypatch: pytest.MonkeyPatch,
+    norm: str,
+    rows: int,
+    columns: int,
+    kernels: tuple[str, str],
+) -> None:
+    """Compute capability 8.0."""
+    for attribute, value in {75: 8, 16: 4, 97: 166912}.items():
+        monkeypatch.setitem(fake_device.ATTRIBUTES, attribute, value)
+    check_both(device, case_of(norm, rows, columns), kernels)
+
+
+def test_what_is_written_in_place_of_ptx() -> None:
+    text = (
+        'asm volatile("bar.sync 1, %0;" ::"r"(f(threads) + 1) : "memory");\n'
+        'asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));\n'
+        'if (x) asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(&word) : "memory");\n'
+        "extern __shared__ __align__(128) char shared[];"
+    )
+    barrier, conversion, load, shared = as_cpp(text).splitlines()
+    assert barrier == "{ on_cpu::bar_sync(1, f(threads) + 1); }"
+    assert conversion.startswith("/*")
+    assert conversion.endswith("*/;")
+    assert load == "if (x) { value = *(&word); }"
+    assert shared == "auto* const shared = on_cpu::shared;"
+
+
+def test_a_kernel_that_waits_for_ever_or_leaves_its_memory_is_noticed(tmp_path: Path) -> None:
+    """In a process of its own, which it ends."""
+    import subprocess
+
+    for body, words in (
+        ("if (threadIdx.x) __syncthreads();", "all threads wait for ever"),
+        ("Barrier{shared_address(shared)}.init(1); bulk_copy(shared_address(shared) + a, &a, 16, {});", "off 16 bytes"),
+    ):
+        program = tmp_path / "program"
+        text = f"""
+#include "cuda.h"
+#include "pipeline.h"
+void kernel(const int& a) {{ auto* const shared = on_cpu::shared; {body} }}
+int main() {{ int a = 8; on_cpu::launch(kernel, a, 1, 1, 64, 1024); }}
+"""
+        program.with_suffix(".cpp").write_text(text)
+        include = Path(__file__).with_name("on_cpu")
+        command = [str(COMPILER), "-std=c++20", "-w", f"-I{include}", f"{program}.cpp", "-o", str(program)]
+        subprocess.run(command, check=True)
+        done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+        assert done.returncode != 0
+        assert words in done.stderr
