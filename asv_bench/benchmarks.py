@@ -80,7 +80,7 @@ def need_torch() -> Any:
     cupy = need_cuda()
     try:
         import torch
-    except ImportError as error:
+    except Exception as error:  # not there, or without a library that it needs
         raise NotImplementedError(f"no PyTorch: {error}") from error
     if not torch.cuda.is_available():
         raise NotImplementedError("no CUDA in PyTorch")

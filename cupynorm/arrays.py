@@ -23,7 +23,8 @@ from . import dlpack
 
 # Their arrays never change once made, whatever the DLPack flags say (JAX 0.10 sets none).
 IMMUTABLE_FRAMEWORKS = ("jax", "tensorflow")
-# Their from_dlpack takes a capsule in place of an array, and then asks for no device, no stream and no copy.
+# Their from_dlpack takes a capsule in place of an array, and then asks for no device, no stream and no copy. Arrays
+# of others take the longer way, whatever tables they offer.
 _TAKE_CAPSULES = ("torch",)
 _DEFAULT_STREAMS = (0, 1)  # the legacy default stream cannot be captured
 
@@ -222,7 +223,7 @@ class Foreign:
                 addresses.append(0)
                 views.append(None)
                 continue
-            if type(array) is not self._kind or getattr(array, "requires_grad", False):
+            if type(array) is not self._kind or getattr(array, "requires_grad", False) or _is_negated(array):
                 return None
             try:
                 view = exchange.read(array)
@@ -264,6 +265,8 @@ class Foreign:
                 raise _mixed_frameworks(label, type(value), _type_name(self._kind))
             if value is not x and (own := _device(value, label)) != device:
                 raise mixed_devices(label, own, device)
+            if _is_negated(value):
+                raise TypeError(f"{label}: got a view of negated numbers; a plain one is needed, of resolve_neg()")
             try:
                 view = dlpack.import_from(value, stream)
             except ImportError:
@@ -324,6 +327,12 @@ def _device(value: Any, label: str) -> int | None:
     if kind in dlpack.CUDA_DEVICES:
         return int(ordinal)
     raise TypeError(f"{label}: got an array on DLPack device type {int(kind)}; host or CUDA memory is needed")
+
+
+def _is_negated(array: Any) -> bool:
+    """PyTorch's views such as a conjugate's imaginary part, exported as if their signs were those in memory."""
+    is_neg = getattr(array, "is_neg", None)
+    return is_neg is not None and bool(is_neg())
 
 
 def _is_array(kind: type) -> bool:

@@ -96,6 +96,8 @@ def _imported(tensor: tuple[int, ...], read_only: bool, owner: object) -> Import
     extents = integers(shape_at).raw if ndim else b""
     steps = integers(strides_at).raw if ndim and strides_at else None
     shape, strides, dtype = _layout(extents, steps, code, bits, lanes)
+    if not data and 0 not in shape:  # a tensor of zeros that PyTorch has not made yet
+        raise BufferError("it names no memory")
     fields = data + byte_offset, shape, strides, dtype, (device_type, device_id), read_only, owner
     return tuple.__new__(Imported, fields)
 

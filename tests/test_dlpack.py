@@ -185,6 +185,23 @@ def test_layouts_of_tensors(monkeypatch: Any, torch: Any, device: str, layout: s
         np.testing.assert_allclose(torch.values(result), wanted, rtol=1e-6, atol=1e-6)  # float32 sums of 32 terms
 
 
+@pytest.mark.parametrize("device", BOTH_DEVICES)
+def test_tensors_whose_memory_is_not_what_they_say_are_refused(torch: Any, device: str) -> None:
+    """PyTorch exports both without a word; the signs were wrong, and the zeros whatever lay at no address."""
+    tensors = exported(torch, make_tensors(np, "rmsnorm", (3, 8)))
+    x = tensors.x
+    tensors.x = torch.torch.complex(x, x).conj().imag
+    assert tensors.x.is_neg()
+    with pytest.raises(TypeError, match=r"^x: .*negated.*resolve_neg"):
+        backward("rmsnorm", tensors)
+    tensors.x = x
+    with pytest.raises(TypeError, match=r"^out\[0\] \(dx\): .*negated"):
+        backward("rmsnorm", tensors, out=(torch.torch._neg_view(x.clone()), None))
+    tensors.dy = torch.torch._efficientzerotensor((3, 8), device=device)
+    with pytest.raises(TypeError, match=r"^dy: torch\.Tensor cannot be exported .*names no memory"):
+        backward("rmsnorm", tensors)
+
+
 def test_frameworks_do_not_mix() -> None:
     torch, jax = (FRAMEWORKS[name]("cpu") for name in ("torch", "jax"))
     own = make_tensors(np, "rmsnorm", (3, 8))

@@ -607,6 +607,24 @@ def test_foreign_arrays_given_as_out_are_written_in_place(monkeypatch: Any, devi
     assert len(device.launched) == 2
 
 
+def test_what_only_the_longer_way_can_refuse_is_left_to_it(monkeypatch: Any, device: FakeDevice, torch: Any) -> None:
+    """Tensors of another device, of a derived class, with signs that are not memory's; other frameworks."""
+    call = torch_call(torch)
+    look = arrays.way_in(torch.Tensor).__self__._look_quickly  # type: ignore[attr-defined]
+    exchange = dlpack.exchange_of(torch.Tensor)
+    assert look(exchange, [call["x"], call["w"]]) is not None
+    negated = torch.complex(call["w"], call["w"]).conj().imag
+    for other in (torch.nn.Parameter(call["w"], requires_grad=False), negated, np.ones(3, np.float32)):
+        assert look(exchange, [call["x"], other]) is None
+    read = dlpack.Exchange.read
+    on_the_first = lambda self, a: read(self, a)._replace(device=(2, int(a is call["w"])))  # noqa: E731
+    monkeypatch.setattr(dlpack.Exchange, "read", on_the_first)
+    with pytest.raises(TypeError, match=r"^w: is on cuda:1, but x is on cuda:0"):
+        backward("rmsnorm", call)
+    assert not device.launched
+    assert arrays.Foreign(type("Other", (), {"__dlpack__": None, "__module__": "other"}))._exchange is None
+
+
 def test_other_foreign_arrays_take_the_way_through_capsules(device: FakeDevice, torch: Any) -> None:
     def on_host(**changes: Any) -> bool:
         """Whether the call took the other way, on which these tensors turn out to lie on the host."""
