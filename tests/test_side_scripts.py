@@ -13,6 +13,7 @@ from typing import Any
 
 import assembly
 import compare
+import compiling
 import counters
 import numpy as np
 import pytest
@@ -123,7 +124,18 @@ def test_what_trees_compile_to(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert float(line["1: s"]) > 0
 
 
-@pytest.mark.parametrize("options", [[], ["--set", "odd"], ["--set", "dtypes"], ["--set", "triton"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--set", "sizes"],
+        ["--set", "odd"],
+        ["--set", "dtypes"],
+        ["--set", "triton"],
+        ["--set", "forward", "--only", "256,1001,4096,9999,16384"],
+        ["--set", "sizes,forward", "--dtype", "float64", "--only", "512,4096,65536"],
+        ["--set", "sizes,forward", "--w-dtype", "bfloat16", "--only", "1024,8191"],
+    ],
+)
 def test_the_kernel_of_a_row_is_the_one_that_its_call_launches(
     options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,8 +150,8 @@ def test_the_kernel_of_a_row_is_the_one_that_its_call_launches(
 
     monkeypatch.setattr("cupynorm.cuda.launch.kernel", kernel)
     monkeypatch.setattr(device.cupy.cuda.driver, "funcSetAttribute", lambda *_: None)
-    rows = roofline.rows_of(compare.parse([".", *options, "--sizes", "1,300"]))
-    for row in rows[:: len(rows) // 8]:
+    rows = roofline.rows_of(compare.parse([".", "--sizes", "1,300", *options]))
+    for row in rows[:: max(1, len(rows) // 8)]:
         case = row.case
         itemsize, columns = case.dtype.itemsize, case.columns
         memory = device.array((columns + row.start,), case.dtype)  # no kernel runs, so one row is enough
@@ -151,13 +163,53 @@ def test_the_kernel_of_a_row_is_the_one_that_its_call_launches(
         )
         inputs = {"x": x, "w": device.array((columns,), case.w_dtype)}
         statistics = ("mean", "rstd") if case.norm == "layernorm" else ("rstd",)
+        statistic = "float64" if case.dtype == np.float64 else "float32"
         if case.backward:
-            inputs |= {"dy": x} | {name: device.array((case.rows,)) for name in statistics}
+            inputs |= {"dy": x} | {name: device.array((case.rows,), statistic) for name in statistics}
         elif case.norm == "layernorm":
             inputs["b"] = inputs["w"]
         asked.clear()
         bench.call(case, inputs)
         assert assembly.kernel_of(row) == asked[0], row
+
+
+def test_a_line_for_each_kernel() -> None:
+    """The fastest of the rounds, spills as they are, and what is the same as in the first tree."""
+    rows = roofline.rows_of(compare.parse([".", *FORWARD, "--only", "1024,2048,4096"]))
+    usual = assembly.Made("one", "aaa", 100, 24, 0.5)
+    slower, other = usual._replace(seconds=0.75), assembly.Made("one", "bbb", 90, 0, 0.25)
+    assert assembly.least([slower, usual]) == usual
+    longer = usual._replace(kernel="two")
+    lines = list(assembly.lines_of(rows, [[usual, longer, usual], [usual, longer, usual], [other, longer, other]]))
+    assert [line[1] for line in lines] == ["16276x1024", "8138x2048"]
+    assert lines[0][4:] == ["0.50", "100", "24", "0.50", "100", "24", "0.25", "90", "0", "yes", "no"]
+    assert lines[1][-2:] == ["yes", "yes"]
+
+
+def test_a_changed_instruction_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a source that is compiled with the same definitions; a comment does not."""
+    pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
+    from cupynorm.cuda import module
+
+    texts = ["float x = *p;", "float x = *p; /* the same */", "float x = 2 * *p;"]
+    made = []
+    for text in texts:
+        monkeypatch.setattr(
+            module, "source", lambda *_, t=text: f'extern "C" __global__ void k(float* p) {{ {t} *p = x + 1; }}'
+        )
+        made.append(assembly.compile_kernel("k.cu", ("N=1",)))
+    assert made[0].instructions == made[1].instructions != made[2].instructions
+    assert {each.spilled for each in made} == {0}
+    assert all(4 < each.registers < 32 for each in made)
+
+
+def test_kernels_are_compiled_as_cupy_does_it() -> None:
+    """What CuPy adds to the options, as its source says it."""
+    compiler = pytest.importorskip("cupy.cuda.compiler")
+    text = Path(compiler.__file__).read_text(encoding="utf-8")
+    assert assembly.OPTIONS_OF_CUPY == compiling.OPTIONS_OF_CUPY
+    for option in assembly.OPTIONS_OF_CUPY:
+        assert f"options += ('{option}',)" in text, "CuPy compiles in another way now"
 
 
 def test_instructions_are_all_that_is_compared() -> None:
