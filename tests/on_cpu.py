@@ -58,11 +58,16 @@ class KernelsOnCpu(FakeDevice):
         monkeypatch.setattr(driver.Launch, "over", noted)
         monkeypatch.setattr(self.cupy.cuda.driver, "funcSetAttribute", lambda *_: None)
         self.functions: list[int] = []  # of each launch so far
+        self._alive: list[Any] = []  # arrays made since the kernels ran last, which run later than a device's would
 
     def _kernel(self, file: str, name: str, definitions: tuple[str, ...] = ()) -> SimpleNamespace:
         kernel: SimpleNamespace = super()._kernel(file, name, definitions)
         self._asked.append((file, name, definitions))
         return kernel
+
+    def array(self, *arguments: Any, **options: Any) -> Any:
+        self._alive.append(super().array(*arguments, **options))
+        return self._alive[-1]
 
     def _launch(self, function: int, *others: int) -> None:
         super()._launch(function, *others)
@@ -80,6 +85,7 @@ class KernelsOnCpu(FakeDevice):
             ran.append(" ".join((name, *definitions)))
         self.launched.clear()
         self.functions.clear()
+        self._alive.clear()
         return ran
 
     def _library(self, *kernel: Any) -> Any:

@@ -185,7 +185,7 @@ def test_layouts_of_tensors(monkeypatch: Any, torch: Any, device: str, layout: s
         np.testing.assert_allclose(torch.values(result), wanted, rtol=1e-6, atol=1e-6)  # float32 sums of 32 terms
 
 
-@pytest.mark.parametrize("device", BOTH_DEVICES)
+@pytest.mark.parametrize("device", ["cpu"])
 def test_tensors_whose_memory_is_not_what_they_say_are_refused(torch: Any, device: str) -> None:
     """PyTorch exports both without a word; the signs were wrong, and the zeros whatever lay at no address."""
     tensors = exported(torch, make_tensors(np, "rmsnorm", (3, 8)))
