@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from compare import checked_out, one_turn, set_constants
+    from compare import all_turns, set_constants
     from roofline import rows_of
 
     from cupynorm import cli
@@ -65,16 +65,13 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return 0
     with ExitStack() as files:
         target = cli.writable(files, "--csv", options.csv)
-        folders = [files.enter_context(checked_out(tree.commit)) for tree in options.trees]
-        trees: list[list[list[Made]]] = [[] for _ in folders]  # of each tree and round, its rows
-        turns = [turn for _ in range(options.rounds) for turn in range(len(folders))]
-        for turn in report.progress(turns, lambda turn: f"tree {turn + 1}"):
-            trees[turn].append([Made(*made) for made in one_turn(__file__, folders[turn], turn, arguments)])
-        names = list(map(str, range(1, len(folders) + 1)))
+        rounds = all_turns(__file__, options, arguments)
+        names = list(map(str, range(1, len(options.trees) + 1)))
         head = ["op", "rows x N", "dtype x/w", "layout"]
         head += [f"{name}: {what}" for name in names for what in ("s", "registers", "spills")]
         head += [f"{name}: same" for name in names[1:]]
-        lines = list(lines_of(rows, [[least(made) for made in zip(*tree, strict=True)] for tree in trees]))
+        trees = [[least([Made(*each) for each in made]) for made in zip(*tree, strict=True)] for tree in rounds]
+        lines = list(lines_of(rows, trees))
         if target:
             with target.open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows([head, *lines])
@@ -171,18 +168,12 @@ def instructions(binary: bytes) -> Iterator[bytes]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    from compare import tree_of
-    from roofline import add_row_options
+    from compare import add_tree_options
 
     from cupynorm import cli
 
     parser = cli.Parser(prog="assembly.py", description="Compile the same calls' kernels with several trees.")
-    words = "a commit or '.', and launch choices behind a colon"
-    parser.add_argument("trees", nargs="+", type=tree_of, metavar="TREE", help=words)
-    add_row_options(parser)
-    parser.add_argument("--rounds", type=lambda text: cli.positive(text, int), default=3, help="default: 3")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
-    parser.add_argument("--turn", type=int, help=argparse.SUPPRESS)
+    add_tree_options(parser)
     return parser.parse_args(arguments)
 
 

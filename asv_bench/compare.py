@@ -68,13 +68,9 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     with ExitStack() as files:
         target = cli.writable(files, "--csv", options.csv)
         xp, _ = cli.pick_device(options.device)
-        folders = [files.enter_context(checked_out(tree.commit)) for tree in options.trees]
-        names = list(map(str, range(1, len(folders) + 1)))
+        names = list(map(str, range(1, len(options.trees) + 1)))
         arguments = [*arguments, "--device", "numpy" if xp.__name__ == "numpy" else "cuda"]  # the same for all
-        turns = [turn for _ in range(options.rounds) for turn in range(len(folders))]
-        seconds: list[list[list[float]]] = [[] for _ in folders]  # of each tree and round, its rows
-        for turn in report.progress(turns, lambda turn: f"tree {turn + 1}"):
-            seconds[turn].append([float(time) for time in one_turn(__file__, folders[turn], turn, arguments)])
+        seconds: list[list[list[float]]] = all_turns(__file__, options, arguments)
         head = ["op", "rows x N", "dtype x/w", "layout", *(f"{name}: us" for name in names)]
         head += [*(f"{name}: faster" for name in names[1:]), "spread"]
         lines = [line(row, [[times[number] for times in tree] for tree in seconds]) for number, row in enumerate(rows)]
@@ -86,6 +82,17 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         print(f"{name}: {tree.words}")
     print(f"\n{report.table(head, lines)}")
     return 0
+
+
+def all_turns(script: str, options: argparse.Namespace, arguments: Sequence[str]) -> list[list[list[Any]]]:
+    """Of each tree and round, what a script with the options of `add_tree_options` says of each row."""
+    with ExitStack() as files:
+        folders = [files.enter_context(checked_out(tree.commit)) for tree in options.trees]
+        said: list[list[list[Any]]] = [[] for _ in folders]
+        turns = [turn for _ in range(options.rounds) for turn in range(len(folders))]
+        for turn in report.progress(turns, lambda turn: f"tree {turn + 1}"):
+            said[turn].append(one_turn(script, folders[turn], turn, arguments))
+    return said
 
 
 def line(row: Row, seconds: Sequence[Sequence[float]]) -> list[str]:
@@ -170,19 +177,26 @@ def tree_of(text: str) -> Tree:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    from cupynorm import cli
+
+    parser = cli.Parser(prog="compare.py", description="Time the same calls with several trees, in turn.")
+    add_tree_options(parser)
+    parser.add_argument("--device", choices=("cuda", "numpy"), help="default: CUDA, if it is there")
+    return parser.parse_args(arguments)
+
+
+def add_tree_options(parser: argparse.ArgumentParser) -> None:
+    """Which trees and rows: for all scripts that go through them in turn."""
     from roofline import add_row_options
 
     from cupynorm import cli
 
-    parser = cli.Parser(prog="compare.py", description="Time the same calls with several trees, in turn.")
     words = "a commit or '.', and launch choices behind a colon"
     parser.add_argument("trees", nargs="+", type=tree_of, metavar="TREE", help=words)
     add_row_options(parser)
     parser.add_argument("--rounds", type=lambda text: cli.positive(text, int), default=3, help="default: 3")
-    parser.add_argument("--device", choices=("cuda", "numpy"), help="default: CUDA, if it is there")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
     parser.add_argument("--turn", type=int, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
