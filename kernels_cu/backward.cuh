@@ -105,28 +105,21 @@ struct RowCoefficients {
 // w of a thread's columns. Where registers do not hold all of it beside dw and db, some vectors lie in shared memory.
 struct Weights {
     static constexpr int kInShared = kManyColumns && kWantDb ? 3 : 0, kOwn = kVectors - kInShared;
-    using Word = Packed<Compute, 16 / sizeof(Compute)>;
-    static constexpr int kWords = kVector * int(sizeof(Compute)) / 16;  // of a vector
 
     Compute own[kOwn][kVector];
-    Compute* shared;  // a word of each thread, then the next word of each
+    SharedVectors shared;
 
-    __device__ static constexpr int shared_bytes(int threads) { return kInShared * kWords * 16 * threads; }
+    __device__ static constexpr int shared_bytes(int threads) { return SharedVectors::bytes(kInShared, threads); }
 
     // Where the thread holds no column, w is 0, so that nothing read there reaches a sum.
     __device__ void load(const void* first_column, int code, const Columns& at, void* shared_memory = nullptr) {
-        shared = static_cast<Compute*>(shared_memory);
+        shared.base = static_cast<Compute*>(shared_memory);
         load_vectors(own, 0, first_column, code, at);
 #pragma unroll
         for (int k = kOwn; k < kVectors; ++k) {
             Compute w[1][kVector];
             load_vectors(w, k, first_column, code, at);
-#pragma unroll
-            for (int i = 0; i < kWords; ++i) {
-                Word word;
-                word.pack(part(w[0], i));
-                word.store(in_shared(k, i));
-            }
+            shared.put(k - kOwn, w[0]);
         }
     }
 
@@ -135,25 +128,11 @@ struct Weights {
 #pragma unroll
             for (int v = 0; v < kVector; ++v) w[v] = own[k][v];
         } else {
-#pragma unroll
-            for (int i = 0; i < kWords; ++i) {
-                Word word;
-                word.load(in_shared(k, i));
-                word.unpack(part(w, i));
-            }
+            shared.get(k - kOwn, w);
         }
     }
 
 private:
-    static constexpr int kPerWord = 16 / int(sizeof(Compute));
-
-    __device__ static Compute (&part(Compute (&w)[kVector], int word))[kPerWord] {
-        return reinterpret_cast<Compute(&)[kPerWord]>(w[word * kPerWord]);
-    }
-    __device__ Compute* in_shared(int k, int word) const {
-        return shared + (((k - kOwn) * kWords + word) * int(blockDim.x) + int(threadIdx.x)) * kPerWord;
-    }
-
     template <int K>
     __device__ static void load_vectors(Compute (&w)[K][kVector], int first_vector, const void* first_column, int code,
                                         const Columns& at) {

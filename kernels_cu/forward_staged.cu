@@ -41,9 +41,49 @@ struct RowStatistics {
     Compute mean, rstd;
 };
 
+// Whether b lies in shared memory, so that with 24 and 32 columns a thread sixteen and twelve warps are on a multiprocessor,
+// not twelve and eight. LayerNorm, N=4096 at 1 GB 173.4 → 167.8 us, 2048 173.5 → 168.7, 3072 at 100 MB 25.7 → 24.3. Not
+// with more columns (40: 5120 at 100 MB 25.1 → 26.8), nor in clusters (32768 at 1 GB, of 32 columns then, 168.5 → 199.7),
+// nor in parts of a warp (N=128 at 1 GB 171.5 → 177.4), nor where there is little shared memory: _keeps_b_in_shared() of
+// config.py.
+constexpr bool kBInShared = kLayerNorm && sizeof(X) == 2 && kVector > 1 && kWholeWarps && !kClustered &&
+                            kColumnsPerThread <= 32 && __CUDA_ARCH__ < 1200;
+
 // Threads on a multiprocessor that leave each the registers that it needs: for w, b, x of two rows, and some.
-constexpr int kRegisters = kColumnsPerThread * (2 * int(sizeof(Compute)) + 2 * int(sizeof(X))) / 4 + (kLayerNorm ? 78 : 62);
+constexpr int kBytesOfColumn = (kBInShared ? 1 : 2) * int(sizeof(Compute)) + 2 * int(sizeof(X));
+constexpr int kRegisters = kColumnsPerThread * kBytesOfColumn / 4 + (kLayerNorm ? 78 : 62);
 constexpr int kThreadsAtOnce = kVector == 1 ? kMaxThreads : kRegisters <= 128 ? 512 : kRegisters <= 170 ? 384 : 256;
+
+// b of a thread's columns, in registers or in shared memory.
+struct Bias {
+    Compute own[kVectors][kVector];
+    SharedVectors shared;
+
+    __device__ static constexpr int shared_bytes(int threads) {
+        return kBInShared ? SharedVectors::bytes(kVectors, threads) : 0;
+    }
+    template <class ColumnOf>
+    __device__ Bias(const void* first_column, int code, ColumnOf column_of, void* shared_memory)
+        : shared{static_cast<Compute*>(shared_memory)} {
+        fill_columns(own, Compute(0));
+        load_columns(own, first_column, code, column_of);
+    }
+    // When it no longer matters that this waits for what was loaded.
+    __device__ void settle() const {
+        if constexpr (kBInShared) {
+#pragma unroll
+            for (int k = 0; k < kVectors; ++k) shared.put(k, own[k]);
+        }
+    }
+    __device__ void get(int k, Compute (&b)[kVector]) const {
+        if constexpr (kBInShared) {
+            shared.get(k, b);
+        } else {
+#pragma unroll
+            for (int v = 0; v < kVector; ++v) b[v] = own[k][v];
+        }
+    }
+};
 
 // From a row's columns to its statistics. What warps post is, of their columns, the squares of the distances from their
 // mean, and that mean (RMSNorm: from 0, and 0).
@@ -196,10 +236,11 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const BlockShare share(a);
     ForwardWalk walk(a, share, step_numbers);
     const RingPart<X> x_part(a, share, a.x, a.x_row_stride, 0);
-    const Ring ring(shared, state, share, a.stages, x_part.part_bytes, a.rows);
+    char* const places = shared + Bias::shared_bytes(blockDim.x);
+    const Ring ring(places, state, share, a.stages, x_part.part_bytes, a.rows);
     const SumExchange<false> exchange(state, share, a.group_threads);
-    const int ring_bytes = a.stages * x_part.part_bytes;
-    const ColumnsAhead w_ahead(state, share, a.w, a.w_code, shared + ring_bytes, dynamic_shared_bytes() - ring_bytes);
+    char* const ring_end = places + a.stages * x_part.part_bytes;
+    const ColumnsAhead w_ahead(state, share, a.w, a.w_code, ring_end, dynamic_shared_bytes() - int(ring_end - shared));
     ring.start(walk, x_part);
     walk.start();
     exchange.start(share.thread);
@@ -207,15 +248,15 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     announce_barriers();
 
     const Columns own(share.thread, a.group_threads, share.columns);
-    Compute w[kVectors][kVector], b[kVectors][kVector];
-    const auto own_column = [&](int k) { return own.holds(k) ? own.at(k) : -1; };
+    Compute w[kVectors][kVector];
     fill_columns(w, Compute(1));
-    fill_columns(b, Compute(0));
-    load_columns(b, column_address(a.b, a.b_code, share.first_column), a.b_code, own_column);
+    const auto own_column = [&](int k) { return own.holds(k) ? own.at(k) : -1; };
+    const Bias bias(column_address(a.b, a.b_code, share.first_column), a.b_code, own_column, shared);
     wait_for_barriers();
     w_ahead.wait();
     load_columns(w, w_ahead.source, a.w_code, own_column);
     ring.start_others(walk, x_part);
+    bias.settle();
 
     const RowMoments moments(a, own, exchange);
     RingPlace place;
@@ -250,12 +291,13 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             const RowStatistics statistics = moments.of_row(j - 1, posted_before);
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
-                Compute x[kVector];
+                Compute x[kVector], b[kVector];
                 kept_before[k].unpack(x);
+                bias.get(k, b);
 #pragma unroll
                 for (int v = 0; v < kVector; ++v) {
                     const Compute centred = kLayerNorm ? x[v] - statistics.mean : x[v];
-                    x[v] = centred * statistics.rstd * w[k][v] + b[k][v];
+                    x[v] = centred * statistics.rstd * w[k][v] + b[v];
                 }
                 Vector packed;
                 packed.pack(x);

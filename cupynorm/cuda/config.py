@@ -76,8 +76,11 @@ LEAD_FORWARD = 12
 LEAD_FORWARD_MANY = {"rmsnorm": {8: 5, 16: 5}, "layernorm": {2: 5, 4: 6, 8: 6, 16: 0}}
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 # Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more:
-# at N=65536 and 1 GB 210 us with 32, 182 with 64. RMSNorm there takes 174 with 32 and 178 with 64.
-FORWARD_COLUMNS_PER_THREAD = {"rmsnorm": (24, 32, 40), "layernorm": (24, 32, 40, 48, 64)}
+# at N=65536 and 1 GB 210 us with 32, 182 with 64. RMSNorm there takes 174 with 32 and 178 with 64, but N=12288, in one
+# block of 48, not in two of 24, 170 in place of 176. More than 40 only where a row takes four warps or more: LayerNorm,
+# N=2048 173.5 us with 64, 168.7 with 32 (_keeps_b_in_shared()), RMSNorm 1536 169.2 with 48, 167.8 with 24.
+FORWARD_COLUMNS_PER_THREAD = {"rmsnorm": (24, 32, 40, 48), "layernorm": (24, 32, 40, 48, 64)}
+FORWARD_MORE_COLUMNS_LEAST_WARPS = 4
 SPLIT_THREADS = 256
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
 # One walker on a multiprocessor then beats two: LayerNorm, 1017x4096, where walkers met, 19.7 us, 21.0 with two.
@@ -494,11 +497,19 @@ def _usual_columns(x: str) -> tuple[int, ...]:
     return STAGED_USUAL_COLUMNS_PER_THREAD[_compute_name(x)]
 
 
-def _forward_threads_at_once(norm: str, x: str, vector: bool, per_thread: int) -> int:
+def _keeps_b_in_shared(norm: str, x: str, vector: bool, held: tuple[int, int], cluster: int, device: Device) -> bool:
+    """kBInShared of forward_staged.cu. `held` is what _short_row() or _staged_threads() chose."""
+    few = columns_per_thread(x) < held[0] <= 32 and not _takes_part(x, held)
+    usual = norm == "layernorm" and ITEMSIZE[x] == 2 and vector and cluster == 1
+    return usual and few and device.has_large_shared_memory
+
+
+def _forward_threads_at_once(norm: str, x: str, vector: bool, per_thread: int, b_in_shared: bool) -> int:
     """kThreadsAtOnce of forward_staged.cu: threads on a multiprocessor that leave each the registers that it needs."""
     if not vector:
         return STAGED_MAX_THREADS
-    registers = per_thread * 2 * (compute_itemsize(x) + ITEMSIZE[x]) // 4 + (78 if norm == "layernorm" else 62)
+    bytes_of_column = (1 if b_in_shared else 2) * compute_itemsize(x) + 2 * ITEMSIZE[x]
+    registers = per_thread * bytes_of_column // 4 + (78 if norm == "layernorm" else 62)
     return 512 if registers <= 128 else 384 if registers <= 170 else 256
 
 
@@ -507,7 +518,8 @@ def _staged_threads(slab: int, choice: Choice) -> tuple[int, int] | None:
     for preferred in choice:
         if len(preferred) > 1:
             for warps, per_thread in product((1, 2, 4, 8), preferred):
-                if slab <= warps * WARP * per_thread:
+                least_warps = FORWARD_MORE_COLUMNS_LEAST_WARPS if per_thread > 40 else 1
+                if least_warps <= warps and slab <= warps * WARP * per_thread:
                     return per_thread, warps * WARP
         elif (threads := _whole_warps(_divide_up(slab, preferred[0]))) <= STAGED_MAX_THREADS:
             return preferred[0], threads
@@ -868,12 +880,14 @@ def _forward_staged(
         if held is None:
             continue
         per_thread, group = held
-        at_once = _forward_threads_at_once(problem.norm, name, vector > 1, per_thread)
+        b_in_shared = _keeps_b_in_shared(problem.norm, name, vector > 1, held, cluster, device)
+        at_once = _forward_threads_at_once(problem.norm, name, vector > 1, per_thread, b_in_shared)
         block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
         groups = _groups(block_threads, group, problem.rows) if cluster == 1 and contiguous else 1
         threads = groups * group
         step_bytes = _part_bytes(name, vector > 1, groups * slab)
-        static_bytes = _staged_static_bytes(name, cluster)
+        b_bytes = threads * per_thread * compute_itemsize(name) if b_in_shared else 0
+        static_bytes = _staged_static_bytes(name, cluster) + b_bytes
         w_bytes = _divide_up(slab * compute_itemsize(name), 16) * 16  # copied behind the ring, where there is room
         for blocks in _halvings(at_once // threads):
             room = device.shared_bytes // blocks - static_bytes
@@ -884,6 +898,7 @@ def _forward_staged(
                 if problem.norm == "layernorm" and _takes_part(name, held) and per_thread == 24:
                     least = FORWARD_STAGED_LEAST_STAGES_24
                 stages = min(stages, max(least, wanted))
+                shared_bytes = b_bytes + min(step_bytes * stages + w_bytes, room)
                 paced = _forward_keeps_pace(problem.norm, per_thread, cluster, vector > 1)
                 staged = _staged_definitions(per_thread, cluster, _takes_part(name, held), paced)
                 return ForwardConfig(
@@ -895,7 +910,7 @@ def _forward_staged(
                     slab_columns=slab,
                     cluster=cluster,
                     stages=stages,
-                    shared_bytes=max(min(step_bytes * stages + w_bytes, room), device.shared_bytes // (blocks + 1)),
+                    shared_bytes=max(shared_bytes, device.shared_bytes // (blocks + 1)),
                     drawn_part=_drawn_part(problem.norm, name, held, cluster, blocks),
                     lead=_forward_lead(problem.norm, per_thread, cluster) if paced else 0,
                 )
