@@ -81,6 +81,11 @@ class NormProblem:
         """The dtype of dw and db."""
         return self.x_dtype if self.w_dtype is None else self.w_dtype
 
+    @property
+    def narrows_sums(self) -> bool:
+        """Whether dw and db have another type than their sums."""
+        return self.parameter_dtype != self.compute_dtype
+
     def results(self, x_shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Shape and dtype of each output that is wanted."""
         if self.direction == "backward":

@@ -86,5 +86,5 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
     column_sums.row_done(own, partial_row, a.group_threads, true);
     const Attendance attendance = publish_columns(a, column_sums, partial_row, own, a.group_threads);
     constexpr bool kHasRegisters = kMaxThreads == 256;
-    reduce_partials<kHasRegisters ? 10 : 8, kHasRegisters ? 8 : 2, Compute>(a, attendance, shared, 0, a.columns);
+    reduce_partials<kHasRegisters ? kReductionBatch : 8, kHasRegisters ? 8 : 2, Compute>(a, attendance, shared, 0, a.columns);
 }

@@ -86,5 +86,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
 
     column_sums.row_done(own, partial_row, kThreads, true);
     const Attendance attendance = publish_columns(a, column_sums, partial_row, own, kThreads);
-    reduce_partials<10, 8, Compute>(a, attendance, shared, slab.first_column, slab.columns);
+    reduce_partials<kReductionBatch, 8, Compute>(a, attendance, shared, slab.first_column, slab.columns);
 }

@@ -143,16 +143,18 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     };
     int own_count = walk.end - (first_row + (walk.end - 1) * walk.step >= a.rows);
     if constexpr (!kManyColumns) asm volatile("" : "+r"(own_count));  // found here, once
-    RowStatistics row, row_before;
-    Sums<Compute> posted, posted_before;
-    RingPlace place, place_before;
-    bool active, active_before;  // a team may have no columns, the last step no row for a group
-    // The second half of step j.
+    struct Step {
+        RowStatistics row;
+        Sums<Compute> posted;
+        RingPlace place;
+        bool active;  // a team may have no columns, the last step no row for a group
+    } now, before;
+    // The second half of step j, which is `before`.
     const auto write_dx = [&](int j, const Columns& at) {
-        const RowCoefficients coefficients(exchange.collect(j, posted_before), reciprocal_columns, row_before);
-        if (a.dx && active_before) {
-            staged_row(place_before, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool holds) {
-                second_half(dx + k * own.step(), holds, k, x, dy, w, row_before, coefficients);
+        const RowCoefficients coefficients(exchange.collect(j, before.posted), reciprocal_columns, before.row);
+        if (a.dx && before.active) {
+            staged_row(before.place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool holds) {
+                second_half(dx + k * own.step(), holds, k, x, dy, w, before.row, coefficients);
             });
         }
         dx += walk.step * a.dx_row_stride;
@@ -165,34 +167,29 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     for (int j = 0; j < (kHoldsBack ? walk.end : walk.end + 1); ++j) {
         const Columns at = own.found_anew();
         if (kHoldsBack || j < walk.end) {
-            row = statistics.of(a, first_row, walk.step, j);
-            active = ring.wait(place) && (kManyColumns || j < own_count);
+            now.row = statistics.of(a, first_row, walk.step, j);
+            now.active = ring.wait(now.place) && (kManyColumns || j < own_count);
             Sums<Compute> partial = {Compute(0), Compute(0)};
-            if (active) {
-                staged_row(place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool) {
-                    first_half<true, true>(partial, &column_sums, k, x, dy, w, row);
+            if (now.active) {
+                staged_row(now.place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool) {
+                    first_half<true, true>(partial, &column_sums, k, x, dy, w, now.row);
                 });
             }
-            posted = exchange.post(partial, j, share.thread);
+            now.posted = exchange.post(partial, j, share.thread);
         } else if constexpr (kPublishesInLoop) {
             attendance = publish_columns(a, column_sums, partial_row, at, a.group_threads);
         }
         if (j > 0 && (!kHoldsBack || j <= held_from)) {
             write_dx(j - 1, at);
-            ring.fill_again(place_before, walk, j - 1, pace, x_part, dy_part);
+            ring.fill_again(before.place, walk, j - 1, pace, x_part, dy_part);
         }
         if constexpr (kManyColumns) {
             if (j + 1 < walk.end) column_sums.row_done(own, partial_row, a.group_threads);
         } else if (sums_columns && (kHoldsBack || j < walk.end)) {
             column_sums.row_done(own, partial_row, a.group_threads, j + 1 == walk.end);
         }
-        if (!kHoldsBack || j <= held_from || j == 0) {  // a walk of one step holds it back
-            row_before = row;
-            posted_before = posted;
-            place_before = place;
-            active_before = active;
-        }
-        place.advance(a.stages);
+        if (!kHoldsBack || j <= held_from || j == 0) before = now;  // a walk of one step holds it back
+        now.place.advance(a.stages);
     }
     if constexpr (!kPublishesInLoop) attendance = publish_columns(a, column_sums, partial_row, own, a.group_threads);
     if constexpr (kHoldsBack) {
@@ -200,13 +197,13 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         for (int j = held_from < 0 ? 0 : held_from; j < walk.end; ++j) {  // no place is filled again any more
             write_dx(j, own.found_anew());
             pace.step_done();
-            row_before = row;
-            posted_before = posted;
-            active_before = active;
-            place_before.advance(a.stages);
+            before.row = now.row;
+            before.posted = now.posted;
+            before.active = now.active;
+            before.place.advance(a.stages);
         }
     }
-    constexpr int kBatch = kThreadsAtOnce == 256 && !kManyColumns ? 10 : 8;
+    constexpr int kBatch = kThreadsAtOnce == 256 && !kManyColumns ? kReductionBatch : 8;
     // Column blocks leave little to narrow: two columns together compile faster than eight.
     reduce_partials<kBatch, 2, Compute>(a, attendance, shared, share.first_column, share.columns);
     pace.finish();

@@ -106,7 +106,8 @@ __device__ inline Crew meet(Meeting& meeting, const Attendance& attendance) {
     return {block - lower_left, blocks - shared_left};
 }
 
-constexpr int kReductionRun = 4;  // columns of a thread
+constexpr int kReductionRun = 4;     // columns of a thread
+constexpr int kReductionBatch = 10;  // partial rows for which it waits together, where registers allow it
 
 // A thread's partial rows of its columns, from row `first` on; for kBatch of them it waits together.
 template <int kBatch, class Arguments, class C>

@@ -37,7 +37,8 @@ STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, tuple[int, ...]]] = {
 }
 # Of short rows, beside columns_per_thread(): so many, where these cover least beyond the row, and on how many lanes at
 # most. 1 GB, LayerNorm: N=384 forward 223 → 185 us, backward 265 → 249, N=192 255 → 183, 273 → 254. With 32, forward,
-# LayerNorm N=256 194 → 177 us, but 512 177 → 185; backward, N=256, 254 → 347. Backward in float32 LayerNorm loses 5%.
+# LayerNorm N=256 194 → 177 us, but 512 177 → 185; backward, with all registers that they need, LayerNorm N=256 254 → 249,
+# at 100 MB 38 → 42, 128 258 → 272. Backward in float32 LayerNorm loses 5% with 24.
 STAGED_PART_OF_WARP_COLUMNS = {24: 16}
 FORWARD_PART_OF_WARP_COLUMNS = {24: 16, 32: 8}
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
@@ -125,7 +126,7 @@ HALF_COLUMN_BLOCKS_ROWS = {1: (50, 64), 2: (50, 64), 4: (64, 64)}
 COLUMN_BLOCKS_ONE_ROW = 4096
 ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction
 REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
-REDUCTION_BATCH = 10  # kBatch of reduction.cuh, where registers allow it
+REDUCTION_BATCH = 10  # kReductionBatch of reduction.cuh
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
 
 BACKWARD_ARGUMENTS = "12P4q10i4h"  # struct BackwardArguments in backward.cuh
@@ -341,8 +342,9 @@ def _staged_blocks(
     if config is None or usual or config.threads == STAGED_MAX_THREADS:
         return config
     larger = _staged_config(problem, split, definitions, device, largest=True)
-    only_larger = larger and _has_column_blocks(larger, problem, device) > _has_column_blocks(config, problem, device)
-    return larger if only_larger else config
+    if _has_column_blocks(config, problem, device) or larger is None or not _has_column_blocks(larger, problem, device):
+        return config
+    return larger
 
 
 def _staged_config(
@@ -627,8 +629,7 @@ def _column_blocks_grid(
     config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device
 ) -> Grid | None:
     """None where column blocks are not worth it."""
-    narrows = problem.parameter_dtype != problem.compute_dtype
-    least_rows = 1 if narrows or problem.columns >= COLUMN_BLOCKS_ONE_ROW else 2
+    least_rows = 1 if problem.narrows_sums or problem.columns >= COLUMN_BLOCKS_ONE_ROW else 2
     if config.route != "staged" or problem.rows < least_rows or not (problem.want_dw or problem.want_db):
         return None
     if _data_bytes(problem) > COLUMN_BLOCKS_BYTES[_sums_db(problem)][problem.norm]:

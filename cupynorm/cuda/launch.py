@@ -54,7 +54,7 @@ class Backward:
         # and alignment.
         sums = (problem.want_dw or problem.want_db) and not column_blocks
         reduces = sums and walkers > 1
-        apart = sums and (sums_offset != 0 or problem.parameter_dtype != problem.compute_dtype)
+        apart = sums and (sums_offset != 0 or problem.narrows_sums)
         itemsize = problem.compute_dtype.itemsize
         partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize if reduces or apart else 0
         self._workspace = _Workspace(
