@@ -37,8 +37,8 @@ STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, tuple[int, ...]]] = {
 }
 # Of short rows, beside columns_per_thread(): so many, where these cover least beyond the row, and on how many lanes at
 # most. 1 GB, LayerNorm: N=384 forward 223 → 185 us, backward 265 → 249, N=192 255 → 183, 273 → 254. With 32, forward,
-# LayerNorm N=256 194 → 177 us, but 512 177 → 185; backward, with all registers that they need, LayerNorm N=256 254 → 249,
-# at 100 MB 38 → 42, 128 258 → 272. Backward in float32 LayerNorm loses 5% with 24.
+# LayerNorm N=256 194 → 177 us, but 512 177 → 185; backward, with the registers it needs, LayerNorm N=256 254 → 249,
+# but at 100 MB 38 → 42, and 128 258 → 272. Backward in float32 LayerNorm loses 5% with 24.
 STAGED_PART_OF_WARP_COLUMNS = {24: 16}
 FORWARD_PART_OF_WARP_COLUMNS = {24: 16, 32: 8}
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
