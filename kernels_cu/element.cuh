@@ -219,13 +219,13 @@ __device__ void load_columns_of_type(C (&values)[K][V], const void* base, Column
     for (int first = 0; first < K; first += kTogether) {
         Packed<T, V> packed[kTogether];
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
+        for (int i = 0; i < minimum(kTogether, K - first); ++i) {
             if (const int column = column_of(first + i); column >= 0) {
                 packed[i].load(static_cast<const T*>(base) + column);
             }
         }
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
+        for (int i = 0; i < minimum(kTogether, K - first); ++i) {
             if (column_of(first + i) >= 0) packed[i].unpack(values[first + i]);
         }
         if constexpr (kTogether < K) asm volatile("" ::: "memory");

@@ -24,7 +24,10 @@ from fake_device import FakeDevice
 HERE = Path(__file__).with_name("on_cpu")
 COMPILER = shutil.which("g++")
 # FMA is not contracted: a sum's order is compared bit by bit between kernels that the compiler may treat differently.
-OPTIONS = ("-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", f"-I{HERE}")
+OPTIONS = (
+    *("-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", f"-I{HERE}"),
+    *("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error"),  # what lies beside an array is no register of a GPU
+)
 
 # PTX that has an effect here, by what it begins with; $1, $2 are its operands, in the order in which they are written.
 MEANINGS = {

@@ -442,6 +442,49 @@ def test_forward_configs_hold_their_rows(device, x, aligned):
                 assert columns <= chosen.group_threads * per_thread, at
 
 
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("x", ["bfloat16", "float16", "float32"])
+def test_b_in_shared_memory_and_the_ring_have_room(device, x, norm):
+    """As kBInShared of forward_staged.cu; the memory that a launch asks for holds b of each thread, and the ring."""
+    lengths = (8, 128, 513, 768, 1024, 1280, 1536, 2048, 3072, 4096, 5120, 8192, 16384, 65536)
+    for columns, aligned, rows in product(lengths, (True, False), (1, 4096)):
+        problem = backward(columns, x, x, rows, norm=norm)
+        problem = replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
+        chosen = config.forward_config(problem, aligned, device)
+        if chosen.kernel != "forward_staged":
+            continue
+        per_thread, itemsize = defined(chosen, "COLUMNS_PER_THREAD"), DTYPES[x].itemsize
+        few = {"VECTOR=1", "CLUSTER=1"} <= set(chosen.definitions) and "PART_OF_WARP=1" not in chosen.definitions
+        shares = norm == "layernorm" and itemsize == 2 and few and 16 < per_thread <= 32
+        shares &= device.compute_capability < (12, 0)
+        b_bytes = chosen.threads * per_thread * 4 if shares else 0
+        step_bytes = chosen.groups * chosen.slab_columns * itemsize
+        assert b_bytes + chosen.stages * step_bytes <= chosen.shared_bytes, (columns, aligned, rows)
+
+
+@pytest.mark.parametrize(
+    ("norm", "columns", "per_thread", "threads", "blocks"),
+    [
+        ("layernorm", 768, 24, 128, 4),
+        ("layernorm", 1536, 24, 128, 4),
+        ("layernorm", 2048, 32, 128, 3),
+        ("layernorm", 4096, 32, 128, 3),
+        ("layernorm", 6144, 48, 128, 2),
+        ("layernorm", 8192, 64, 128, 2),
+        ("rmsnorm", 1536, 24, 128, 3),
+        ("rmsnorm", 6144, 48, 128, 2),
+        ("rmsnorm", 12288, 48, 256, 1),
+    ],
+)
+def test_forward_blocks_of_an_h200(norm, columns, per_thread, threads, blocks):
+    device = DEVICES["sm_90"]
+    problem = replace(backward(columns, "bfloat16", "bfloat16", norm=norm), direction="forward", dy_dtype=None)
+    chosen = config.forward_config(replace(problem, dy_row_stride=0), True, device)
+    at_once = device.shared_bytes // (chosen.shared_bytes + config.STATIC_SHARED_BYTES)
+    assert (defined(chosen, "COLUMNS_PER_THREAD"), chosen.threads, chosen.cluster) == (per_thread, threads, 1)
+    assert at_once == blocks
+
+
 def test_walks_and_drawn_steps_cover_all_rows():
     """Each row is in one walk or in a step that is drawn; in long launches, a part of what the walkers would take."""
     for columns in (128, 384, 768, 1024, 4096, 6144, 16384, 65536):
