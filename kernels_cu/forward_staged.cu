@@ -41,15 +41,15 @@ struct RowStatistics {
     Compute mean, rstd;
 };
 
-// Whether b lies in shared memory, so that with 24 and 32 columns a thread sixteen and twelve warps are on a multiprocessor,
-// not twelve and eight. LayerNorm, N=4096 at 1 GB 173.4 → 167.8 us, 2048 173.5 → 168.7, 3072 at 100 MB 25.7 → 24.3. Not
+// Whether b lies in shared memory, so that with 24 and 32 columns a thread sixteen and twelve warps find room on a
+// multiprocessor, not twelve and eight. LayerNorm, N=4096 at 1 GB 173.4 → 167.8 us, 2048 173.5 → 168.7, 3072 at 100 MB 25.7 → 24.3. Not
 // with more columns (40: 5120 at 100 MB 25.1 → 26.8), nor in clusters (32768 at 1 GB, of 32 columns then, 168.5 → 199.7),
 // nor in parts of a warp (N=128 at 1 GB 171.5 → 177.4), nor where there is little shared memory: _keeps_b_in_shared() of
 // config.py.
 constexpr bool kBInShared = kLayerNorm && sizeof(X) == 2 && kVector > 1 && kWholeWarps && !kClustered &&
                             kColumnsPerThread <= 32 && __CUDA_ARCH__ < 1200;
 
-// Threads on a multiprocessor that leave each the registers that it needs: for w, b, x of two rows, and some.
+// Threads on a multiprocessor that leave each the registers that it needs: for w, perhaps b, x of two rows, and some.
 constexpr int kBytesOfColumn = (kBInShared ? 1 : 2) * int(sizeof(Compute)) + 2 * int(sizeof(X));
 constexpr int kRegisters = kColumnsPerThread * kBytesOfColumn / 4 + (kLayerNorm ? 78 : 62);
 constexpr int kThreadsAtOnce = kVector == 1 ? kMaxThreads : kRegisters <= 128 ? 512 : kRegisters <= 170 ? 384 : 256;

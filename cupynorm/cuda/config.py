@@ -77,9 +77,11 @@ LEAD_FORWARD = 12
 LEAD_FORWARD_MANY = {"rmsnorm": {8: 5, 16: 5}, "layernorm": {2: 5, 4: 6, 8: 6, 16: 0}}
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 # Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more:
-# at N=65536 and 1 GB 210 us with 32, 182 with 64. RMSNorm there takes 174 with 32 and 178 with 64, but N=12288, in one
-# block of 48, not in two of 24, 170 in place of 176. More than 40 only where a row takes four warps or more: LayerNorm,
-# N=2048 173.5 us with 64, 168.7 with 32 (_keeps_b_in_shared()), RMSNorm 1536 169.2 with 48, 167.8 with 24.
+# at N=65536 and 1 GB 210 us with 32, 182 with 64. RMSNorm there takes 174 with 32 and 178 with 64, but gains from 48:
+# N=12288, in one block, not in two of 24, 176 → 170 us, 43008, in four, not in eight, 195 → 174 (98304, which takes
+# eight in any case, with 64 kept pace: 169 → 171, at 100 MB 24.4 → 23.7). More than 40 only where a row takes four
+# warps or more: LayerNorm, N=2048 173.5 us with 64, 168.7 with 32 (_keeps_b_in_shared()), RMSNorm 1536 169.2 with 48,
+# 167.8 with 24.
 FORWARD_COLUMNS_PER_THREAD = {"rmsnorm": (24, 32, 40, 48), "layernorm": (24, 32, 40, 48, 64)}
 FORWARD_MORE_COLUMNS_LEAST_WARPS = 4
 SPLIT_THREADS = 256
@@ -761,7 +763,7 @@ def _drawn_part(norm: str, x: str, held: tuple[int, int], cluster: int, blocks: 
 
 
 def _forward_keeps_pace(norm: str, per_thread: int, cluster: int, vector: bool) -> bool:
-    """Clusters alone, for these do not draw; with 24 or 40 columns a thread they took up to 3% more."""
+    """Clusters alone, for these do not draw; with 24 or 40 columns a thread they took up to 3% more (48: not timed)."""
     many = per_thread == STAGED_MANY_COLUMNS_PER_THREAD
     return vector and cluster > 1 and (many or (per_thread == 32 and norm == "rmsnorm"))
 
@@ -911,7 +913,7 @@ def _forward_staged(
                     slab_columns=slab,
                     cluster=cluster,
                     stages=stages,
-                    shared_bytes=max(shared_bytes, device.shared_bytes // (blocks + 1)),
+                    shared_bytes=max(shared_bytes, min(b_bytes + room, device.shared_bytes // (blocks + 1))),
                     drawn_part=_drawn_part(problem.norm, name, held, cluster, blocks),
                     lead=_forward_lead(problem.norm, per_thread, cluster) if paced else 0,
                 )
