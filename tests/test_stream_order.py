@@ -94,6 +94,28 @@ def test_the_producer_waits_for_results(cupy: Any, torch: Any, norm: str, given:
         np.testing.assert_array_equal(copy.cpu().numpy(), expected)
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["results", "out"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_torch_and_cupy_on_one_stream(cupy: Any, torch: Any, norm: str, given: bool) -> None:
+    """The work is on that stream and waits for nothing else; results are read on it right after the call."""
+    late = Late(cupy, torch, norm)
+    out = tuple(torch.full_like(late.ready[name], torch.nan) for name in ("x", "w", "w")) if given else None
+    with torch.cuda.stream(late.side), cupy.cuda.ExternalStream(late.side.cuda_stream):
+        backward(norm, late.tensors, has_bias=True, out=out)  # memory of this stream is in the pool
+        late.side.synchronize()
+        sleep(torch)
+        late.fill()
+        results = backward(norm, late.tensors, has_bias=True, out=out)
+        consumed = [result.clone() for result in results]
+        for result in results:
+            result.zero_()
+        assert not late.side.query(), "the call waited on the host"
+        late.side.synchronize()
+    assert out is None or all(result is tensor for result, tensor in zip(results, out, strict=True))
+    for copy, expected in zip(consumed, late.expected, strict=True):
+        np.testing.assert_array_equal(copy.cpu().numpy(), expected)
+
+
 def test_without_order_the_old_values_are_read(cupy: Any, torch: Any) -> None:
     """The control: the same memory by its bare address, on the same streams, with no exchange between them."""
     late = Late(cupy, torch, "rmsnorm")
