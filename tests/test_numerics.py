@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -280,3 +283,19 @@ def test_the_reference_is_the_definition(norm: str) -> None:
     for j in range(7):
         assert math.isclose(dw[j], math.fsum(t.dy[i, j] * x_hat[i][j] for i in range(5)), rel_tol=0, abs_tol=1e-13)
         assert math.isclose(db[j], math.fsum(t.dy[i, j] for i in range(5)), rel_tol=1e-15)
+
+
+LONG_ROW = """
+import numpy, cupynorm
+x = numpy.full((2, 8192), 0.8917, numpy.float32)
+y, rstd = cupynorm.rmsnorm_forward(x, eps=0)
+print(float(abs(rstd * x[0, 0].astype(float) - 1).max()))
+"""
+
+
+@pytest.mark.parametrize("core", ["Nehalem", "Haswell"])
+def test_blas_with_few_running_sums(core: str) -> None:
+    """Where OpenBLAS takes its dot product for SSE4 or AVX2; another BLAS does not read the variable."""
+    environment = {**os.environ, "OPENBLAS_CORETYPE": core}
+    done = subprocess.run([sys.executable, "-c", LONG_ROW], env=environment, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 3e-7
