@@ -50,7 +50,7 @@ struct StagedRow {
 
     // Calls work(k, x, dy, whether they are the thread's) for each of a thread's vectors.
     template <class Work> __device__ void for_each_vector(const Columns& at, Work work) const {
-        if (at.can_read_all()) {
+        if constexpr (kReadsAll) {
             for_each(work, [&](int k) { return at.at(k); }, [&](int k) { return k >= at.skipped; });
         } else {
             for_each(work, [&](int k) { return at.readable(k, first); }, [&](int k) { return at.holds(k); });

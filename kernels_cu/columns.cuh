@@ -15,8 +15,13 @@ constexpr bool kWholeWarps = !PART_OF_WARP && kColumnsPerThread > (sizeof(Comput
 // With more columns than these a thread has no register to spare, and its block little shared memory.
 constexpr bool kManyColumns = kColumnsPerThread * int(sizeof(Compute)) > 160;
 
+// 1: some block has fewer columns of a row than one of its warps would read. Backward; forward kernels ask in any case.
+#ifndef SHORT_ROWS
+#define SHORT_ROWS 0
+#endif
+
 // Single columns of whole warps: a question for each, whether it is there, would cost as much as the work on it.
-constexpr bool kReadsAll = kVector == 1 && kWholeWarps;
+constexpr bool kReadsAll = kVector == 1 && kWholeWarps && !SHORT_ROWS;
 
 // One thread's columns: `kVectors` vectors. A warp's columns follow one another, and it reads consecutive memory. Where the
 // row ends early, a thread holds fewer, or none. With kReadsAll the last warps then start earlier, if the row is long
@@ -36,8 +41,6 @@ struct Columns {
     __device__ int step() const { return kWholeWarps ? 32 * kVector : lanes * kVector; }
     __device__ int at(int vector) const { return first + vector * step(); }
     __device__ bool holds(int vector) const { return at(vector) < count && vector >= skipped; }
-    // Whether all lanes of the warp can read all vectors.
-    __device__ bool can_read_all() const { return kReadsAll && count >= 32 * kColumnsPerThread; }
     // The same, but found anew where it is used: kept over the rows, the places of all of a thread's single columns, or of
     // many, would fill its registers.
     __device__ Columns found_anew() const {
