@@ -83,11 +83,17 @@ FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 # warps or more: LayerNorm, N=2048 173.5 us with 64, 168.7 with 32 (_keeps_b_in_shared()), RMSNorm 1536 169.2 with 48,
 # 167.8 with 24.
 FORWARD_COLUMNS_PER_THREAD = {"rmsnorm": (24, 32, 40, 48), "layernorm": (24, 32, 40, 48, 64)}
-FORWARD_MORE_COLUMNS_LEAST_WARPS = 4
+FORWARD_MORE_COLUMNS, FORWARD_MORE_COLUMNS_LEAST_WARPS = 40, 4
 SPLIT_THREADS = 256
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
 # One walker on a multiprocessor then beats two: LayerNorm, 1017x4096, where walkers met, 19.7 us, 21.0 with two.
 FEW_ROWS_A_WALKER = 4
+# With fewer steps a walker there are as few walkers as take no more steps each: where 132 take 15 or 16, 128 take 16.
+# 100 MB, RMSNorm, N=4096 36.0 → 35.2 us, 16384 35.9 → 35.3, 25 MB, 768 16.8 → 16.0; LayerNorm 3072x1280 19.4 → 18.9;
+# forward, LayerNorm, N=65536 26.4 → 25.3, RMSNorm 8192 24.1 → 23.3. Not off 16 bytes, where fewer multiprocessors lost
+# (4096 36.3 → 37.1), nor beside column blocks (LayerNorm, 25 MB, 1536 18.0 → 19.2, but 2560 16.8 → 16.0), nor forward
+# where several blocks share a multiprocessor (LayerNorm 512 23.9 → 24.4).
+EVEN_BELOW_STEPS = 48
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 WORKSPACE_BYTES = 64 << 20
 KEPT_BYTES = 16 << 20  # of workspace, for each stream; a call that needs more allocates its own
@@ -532,7 +538,7 @@ def _staged_threads(slab: int, choice: Choice) -> tuple[int, int] | None:
     for preferred in choice:
         if len(preferred) > 1:
             for warps, per_thread in product((1, 2, 4, 8), preferred):
-                least_warps = FORWARD_MORE_COLUMNS_LEAST_WARPS if per_thread > 40 else 1
+                least_warps = FORWARD_MORE_COLUMNS_LEAST_WARPS if per_thread > FORWARD_MORE_COLUMNS else 1
                 if least_warps <= warps and slab <= warps * WARP * per_thread:
                     return per_thread, warps * WARP
         elif (threads := _whole_warps(_divide_up(slab, preferred[0]))) <= STAGED_MAX_THREADS:
@@ -733,7 +739,22 @@ def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: i
     bytes_a_row = problem.columns * compute_itemsize(problem.x_dtype.name) * (2 if problem.want_db else 1)
     steps = _divide_up(problem.rows, config.groups)
     walkers = min(walkers, max(1, WORKSPACE_BYTES // 2 // bytes_a_row), 1 if steps <= ONE_WALKER_STEPS else steps)
-    return max(1, walkers)
+    walkers = max(1, walkers)
+    return _evenly(steps, walkers) if config.route == "staged" and "VECTOR=1" in config.definitions else walkers
+
+
+def _evenly(steps: int, walkers: int) -> int:
+    """As few walkers as take no more steps each than so many do."""
+    each = _divide_up(steps, walkers)
+    return _divide_up(steps, each) if each < EVEN_BELOW_STEPS else walkers
+
+
+def forward_walkers(config: ForwardConfig, rows: int, blocks_at_once: int, device: Device) -> int:
+    """Of a forward launch; `blocks_at_once` is how many blocks (clusters) the device holds at the same time."""
+    steps = _divide_up(rows, config.groups)
+    walkers = min(blocks_at_once, steps)
+    alone = config.kernel == "forward_staged" and blocks_at_once * config.cluster <= device.multiprocessors
+    return _evenly(steps, walkers) if alone else walkers
 
 
 def reads_once(problem: NormProblem) -> bool:

@@ -136,7 +136,8 @@ class Forward:
             shared_bytes=config.shared_bytes,
             cluster=config.cluster,
         )
-        walkers = min(_walkers_at_once(main, config.cluster, device), -(-problem.rows // config.groups))
+        at_once = _walkers_at_once(main, config.cluster, device)
+        walkers = choose.forward_walkers(config, problem.rows, at_once, device)
         steps, walk_rows, drawn_steps = choose.forward_steps(config, problem.rows, walkers)
         lead, step_counters = choose.pace(config, problem.rows, walkers)
         self._workspace = _Workspace(choose.STEP_COUNTERS_BYTES if drawn_steps or lead else 0)
