@@ -318,8 +318,8 @@ private:
         }
     }
 
-    // Whether a warp of several groups adds up a run together: RMSNorm, N=128, 25 MB, 17.2 → 16.4 us, at 1 GB 246.3 → 247.4,
-    // LayerNorm 20.2 → 17.7, 257.6 → 255.1. With 24 columns that lost: LayerNorm, N=384, 25 MB, 18.0 → 18.6.
+    // Whether a warp of several groups adds up a run together: RMSNorm, N=128, 25 MB, 17.3 → 16.2 us, at 1 GB 246.3 → 247.4,
+    // LayerNorm 20.4 → 17.9, 257.6 → 255.1. With 24 columns that lost: LayerNorm, N=384, 25 MB, 18.0 → 18.6.
     static constexpr bool kSharesRuns = !kWholeWarps && !PART_OF_WARP;
 
     // The groups, of a power of two of threads, share the work: runs, taken in turn. With kSharesRuns and several warps these

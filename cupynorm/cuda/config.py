@@ -88,12 +88,13 @@ SPLIT_THREADS = 256
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
 # One walker on a multiprocessor then beats two: LayerNorm, 1017x4096, where walkers met, 19.7 us, 21.0 with two.
 FEW_ROWS_A_WALKER = 4
-# With fewer steps a walker there are as few walkers as take no more steps each: where 132 take 15 or 16, 128 take 16.
-# 100 MB, RMSNorm, N=4096 36.0 → 35.2 us, 16384 35.9 → 35.3, 25 MB, 768 16.8 → 16.0; LayerNorm 3072x1280 19.4 → 18.9;
-# forward, LayerNorm, N=65536 26.4 → 25.3, RMSNorm 8192 24.1 → 23.3. Not off 16 bytes, where fewer multiprocessors lost
-# (4096 36.3 → 37.1), nor beside column blocks (LayerNorm, 25 MB, 1536 18.0 → 19.2, but 2560 16.8 → 16.0), nor forward
-# where several blocks share a multiprocessor (LayerNorm 512 23.9 → 24.4).
-EVEN_BELOW_STEPS = 48
+# With fewer steps a walker there are as few walkers as take no more steps each, if these are such a part or more:
+# where 132 take 15 or 16, 128 take 16. 100 MB, RMSNorm, N=4096 36.2 → 35.6 us, 16384 36.2 → 35.8; 25 MB, 768, with 227
+# of 264, 16.8 → 16.3, LayerNorm 1280, with 102 of 132, 19.5 → 18.9; forward, LayerNorm, 100 MB, N=65536 26.5 → 25.5,
+# RMSNorm 8192 24.0 → 23.6. Not off 16 bytes, where fewer multiprocessors lost (4096 36.0 → 37.3), nor beside column
+# blocks (LayerNorm, 25 MB, 1536 18.0 → 19.2, but 2560 16.8 → 16.0), nor forward where several blocks share a
+# multiprocessor (LayerNorm 512 23.9 → 24.5).
+EVEN_BELOW_STEPS, EVEN_LEAST_WALKERS = 48, 3 / 4
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 WORKSPACE_BYTES = 64 << 20
 KEPT_BYTES = 16 << 20  # of workspace, for each stream; a call that needs more allocates its own
@@ -744,9 +745,10 @@ def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: i
 
 
 def _evenly(steps: int, walkers: int) -> int:
-    """As few walkers as take no more steps each than so many do."""
+    """As few walkers as take no more steps each than so many do, where steps are few and few walkers are left out."""
     each = _divide_up(steps, walkers)
-    return _divide_up(steps, each) if each < EVEN_BELOW_STEPS else walkers
+    fewer = _divide_up(steps, each)
+    return fewer if each < EVEN_BELOW_STEPS and fewer >= EVEN_LEAST_WALKERS * walkers else walkers
 
 
 def forward_walkers(config: ForwardConfig, rows: int, blocks_at_once: int, device: Device) -> int:
