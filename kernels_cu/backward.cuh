@@ -54,7 +54,6 @@ struct BackwardArguments {
     Meeting* meeting;       // null: nothing to reduce, or column blocks, or one walker, whose partial row is the sum
     int64 rows;
     int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
-    double reciprocal_columns;  // rounded to Compute: a division here would be some 80 instructions
     int columns;
     int w_code, dw_code;    // ElementCode, of w, and of dw and db
     int group_threads;      // threads that share a row

@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
     Weights w;
     w.load(a.w, a.w_code, own);
 
-    const Compute reciprocal_columns = Compute(a.reciprocal_columns);
+    const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
     struct Row {
         XVector x[kVectors];
         DyVector dy[kVectors];

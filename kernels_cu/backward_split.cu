@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
     const auto partial_row = [&] { return PartialRow(a, blockIdx.y, slab.first_column); };
     Weights w;
     w.load(column_address(a.w, a.w_code, slab.first_column), a.w_code, own);
-    const Compute reciprocal_columns = Compute(a.reciprocal_columns);
+    const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
 
     for (int64 row = blockIdx.y; row < a.rows; row += gridDim.y) {
         XVector x[kVectors];

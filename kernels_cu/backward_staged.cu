@@ -134,7 +134,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     __syncthreads();  // where w was copied to, the column sums' second level lies
 
     X* dx = a.dx + first_row * a.dx_row_stride + share.first_column + own.first;
-    const Compute reciprocal_columns = Compute(a.reciprocal_columns);
+    const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
     ColumnSums column_sums(shared, threadIdx.x, blockDim.x);
     const auto partial_row = [&] { return PartialRow(a, blockIdx.x / kCluster, share.first_column); };
     const auto staged_row = [&](const RingPlace& place, int j) {

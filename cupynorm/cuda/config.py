@@ -138,7 +138,7 @@ REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
 REDUCTION_BATCH = 10  # kReductionBatch of reduction.cuh
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
 
-BACKWARD_ARGUMENTS = "12P4qd10i4h"  # struct BackwardArguments in backward.cuh
+BACKWARD_ARGUMENTS = "12P4q10i4h"  # struct BackwardArguments in backward.cuh
 FORWARD_ARGUMENTS = "7P4qd9i2h"  # struct ForwardArguments in forward.cuh
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}

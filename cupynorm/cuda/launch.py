@@ -77,7 +77,6 @@ class Backward:
                 problem.x_row_stride,
                 problem.dy_row_stride,
                 problem.out_row_stride,
-                float(problem.compute_dtype.type(1) / problem.compute_dtype.type(problem.columns)),
                 problem.columns,
                 _code(problem.w_dtype),
                 _code(problem.parameter_dtype),
