@@ -1,6 +1,6 @@
 """What the assembler says of every kernel variant: stack and spills, for every architecture that the library speaks of.
 
-All 2894 took 32 minutes on two cores, with other work beside and cupynorm installed:
+All 2984 took 16 minutes on two cores, with cupynorm installed:
 
     python tests/compiling.py
 
