@@ -222,6 +222,21 @@ def test_short_rows_are_those_that_leave_a_warp_columns_to_read(norm, aligned):
     assert {columns for columns, is_short in found.items() if is_short} == short
 
 
+@pytest.mark.parametrize(("x", "dy"), [*((x, x) for x in DTYPES), ("float32", "bfloat16"), ("bfloat16", "float64")])
+def test_no_warp_reads_single_columns_that_are_not_there(device, x, dy):
+    """What kernels compiled without SHORT_ROWS take for granted: all blocks have as many columns as a warp reads."""
+    lengths = [*range(1, 2700, 7), *range(2701, 300000, 1553), *(n + m for n in LENGTHS for m in (-1, 1))]
+    for columns, norm in product(lengths, ("rmsnorm", "layernorm")):
+        chosen = config.backward_config(backward(columns, x, dy, norm=norm), False, device)
+        per_thread = next(int(d.split("=")[1]) for d in chosen.definitions if d.startswith("COLUMNS_PER_THREAD="))
+        if chosen.route == "staged" and per_thread > config.columns_per_thread(x):
+            last = columns - (chosen.cluster - 1) * chosen.slab_columns
+            reads_beyond = min(last, chosen.slab_columns) < 32 * per_thread
+            assert ("SHORT_ROWS=1" in chosen.definitions) == reads_beyond, (columns, norm)
+        else:
+            assert "SHORT_ROWS=1" not in chosen.definitions, (columns, norm)
+
+
 @pytest.mark.parametrize("want_dx", [True, False])
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize(("x", "dy"), [*((x, x) for x in DTYPES), ("float64", "bfloat16"), ("float32", "float16")])
