@@ -85,6 +85,12 @@ struct RowStatistics {
         rstd = a.rstd[row];
         if constexpr (kLayerNorm) mean = a.mean[row];
     }
+    // Nothing waits for these before they are read, or moved.
+    __device__ void load_in_place(const BackwardArguments& a, int64 row) {
+        ::load_in_place(rstd, a.rstd + row);
+        if constexpr (kLayerNorm) ::load_in_place(mean, a.mean + row);
+    }
+    __device__ RowStatistics moved() const { return {kLayerNorm ? ::moved(mean) : mean, ::moved(rstd)}; }
     __device__ Compute centred(Compute x) const { return kLayerNorm ? x - mean : x; }
 };
 

@@ -200,6 +200,30 @@ template <class T> struct Packed<T, 1> {
     template <class C> __device__ void pack(const C (&values)[1]) { element = Narrow<T>::from(values[0]); }
 };
 
+// Loads into registers that hold values already: where this stands under a condition, nothing waits for it before they are
+// read. What is assigned under a condition the compiler loads into other registers, and waits for there, to move it.
+__device__ inline void load_in_place(float32& value, const float32* source) {
+    asm volatile("ld.global.f32 %0, [%1];" : "+f"(value) : "l"(source));
+}
+__device__ inline void load_in_place(float64& value, const float64* source) {
+    asm volatile("ld.global.f64 %0, [%1];" : "+d"(value) : "l"(source));
+}
+__device__ inline void load_in_place(float32 (&values)[4], const float32* source) {
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "+f"(values[0]), "+f"(values[1]), "+f"(values[2]), "+f"(values[3]) : "l"(source));
+}
+// The value in another register, from here on: its own may be loaded into.
+__device__ inline float32 moved(float32 value) {
+    float32 copy;
+    asm volatile("mov.f32 %0, %1;" : "=f"(copy) : "f"(value));
+    return copy;
+}
+__device__ inline float64 moved(float64 value) {
+    float64 copy;
+    asm volatile("mov.f64 %0, %1;" : "=d"(copy) : "d"(value));
+    return copy;
+}
+
 // --- a thread's share of an array over columns ----------------------------------------------------------------------
 
 template <class C, int K, int V> __device__ void fill_columns(C (&values)[K][V], C value) {
@@ -240,4 +264,27 @@ __device__ void load_columns(C (&values)[K][V], const void* base, int code, Colu
         case kFloat32: load_columns_of_type<float32>(values, base, column_of); break;
         case kFloat64: load_columns_of_type<float64>(values, base, column_of); break;
     }
+}
+
+// The same, but float32 that need not be widened are not waited for.
+template <class C, int K, int V, class ColumnOf>
+__device__ void load_columns_ahead(C (&values)[K][V], const void* base, int code, ColumnOf column_of) {
+    constexpr int kRun = V % 4 == 0 ? 4 : 1;
+    if constexpr (sizeof(C) == 4) {
+        if (code == kFloat32) {
+#pragma unroll
+            for (int k = 0; k < K; ++k) {
+                const int column = column_of(k);
+                if (column < 0) continue;
+#pragma unroll
+                for (int v = 0; v < V; v += kRun) {
+                    const float32* const source = static_cast<const float32*>(base) + column + v;
+                    if constexpr (kRun == 4) load_in_place(reinterpret_cast<float32(&)[4]>(values[k][v]), source);
+                    else load_in_place(values[k][v], source);
+                }
+            }
+            return;
+        }
+    }
+    load_columns(values, base, code, column_of);
 }

@@ -227,7 +227,9 @@ struct Ring {
 //
 // The copy engine counts, and so no fence before a copy waits for it: by `red`, counting alone took 1 to 9% more (RMSNorm,
 // 1 GB), with db 4 to 22%. And one place is not enough for 264 and 396 blocks, several on a multiprocessor: what these lost
-// by that, 2 to 3 and 7 to 10%, they do not lose in four places, each for some of them.
+// by that, 2 to 3 and 7 to 10%, they do not lose in four places, each for a range of them. Where in memory these lie matters,
+// for a cause that was not found: RMSNorm, 1 GB, with them at 22 addresses N=512 took 241 to 246 us, 10240 242 to 249 (with
+// every fourth walker in a place 241 to 252, 242 to 253); kernels with one place took as much at all addresses.
 struct Pace {
     static constexpr int kMostTries = 16;  // each waits for the L2 cache
 
@@ -241,11 +243,14 @@ struct Pace {
                     const BlockShare& share)
         : state(shared_address(&shared)), blocks(0) {
         if (!a.lead) return;
-        const unsigned walkers = gridDim.x / kCluster, place = blockIdx.x / kCluster & (a.step_counters - 1);
+        const unsigned walkers = gridDim.x / kCluster, walker = blockIdx.x / kCluster;
+        const unsigned range = (walkers + a.step_counters - 1) >> log2_of(a.step_counters);  // walkers of a place
+        unsigned first = 0;
+        for (; walker - first >= range; first += range) ++counters;
         const unsigned all_steps = (a.rows + share.groups - 1) >> log2_of(share.groups);
-        const auto of_place = [&](unsigned n) { return (n + a.step_counters - 1 - place) >> log2_of(a.step_counters); };
+        const auto of_place = [&](unsigned n) { return n < first ? 0 : minimum(n - first, range); };
         const unsigned steps = (of_place(walkers) * a.steps + of_place(all_steps - a.steps * walkers)) * kCluster;
-        counter = counters[place].steps;
+        counter = counters->steps;
         blocks = of_place(walkers) * kCluster;
         slack = int(a.lead * blocks / 4) + int(walk.end * blocks - steps);
         if (threadIdx.x != 0) return;

@@ -31,6 +31,11 @@ OPTIONS = (
 
 # PTX that has an effect here, by what it begins with; $1, $2 are its operands, in the order in which they are written.
 MEANINGS = {
+    "mov.f32 %0, %1": "$1 = $2;",
+    "mov.f64 %0, %1": "$1 = $2;",
+    "ld.global.f32 %0, [%1]": "$1 = *($2);",
+    "ld.global.f64 %0, [%1]": "$1 = *($2);",
+    "ld.global.v4.f32 {%0, %1, %2, %3}, [%4]": "$1 = ($5)[0]; $2 = ($5)[1]; $3 = ($5)[2]; $4 = ($5)[3];",
     "ld.relaxed.gpu.global.u64 %0, [%1]": "$1 = *($2);",
     "ld.acquire.gpu.global.u64 %0, [%1]": "$1 = *($2);",
     "st.relaxed.gpu.global.u64 [%0], %1": "*($1) = $2;",
