@@ -231,6 +231,9 @@ private:
     __device__ unsigned draw() const { return atomicInc(a.counters->steps, a.drawn_steps + gridDim.x - 1); }
 };
 
+// With two, LayerNorm at 100 MB took up to 3% more, RMSNorm up to 2%.
+constexpr int kFirstSteps = 1;
+
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
     forward_staged(const ForwardArguments a) {
     extern __shared__ __align__(128) char shared[];
@@ -246,7 +249,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const SumExchange<false> exchange(state, share, a.group_threads);
     char* const ring_end = places + a.stages * x_part.part_bytes;
     const ColumnsAhead w_ahead(state, share, a.w, a.w_code, ring_end, dynamic_shared_bytes() - int(ring_end - shared));
-    ring.start(walk, x_part);
+    ring.start(walk, kFirstSteps, x_part);
     walk.start();
     exchange.start(share.thread);
     const PaceOf<PACED> pace(a, a.counters, pace_state, walk, share);
@@ -259,7 +262,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const Bias bias(column_address(a.b, a.b_code, share.first_column), a.b_code, own_column, shared);
     wait_for_barriers();
     w_ahead.wait();
-    ring.start_others(walk, x_part);
+    ring.start_others(walk, kFirstSteps, x_part);
     load_columns(w, w_ahead.source, a.w_code, own_column);
     bias.settle();
 

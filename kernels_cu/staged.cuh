@@ -186,20 +186,21 @@ struct Ring {
         barrier.arrive_expecting((parts.copy_bytes(row, elements) + ...));
         (parts.copy(base_address + stage * stage_bytes, row, elements, barrier), ...);
     }
-    // By the first warp of each team: lane j makes the barriers of place j, and fills it with step j. The first step is
-    // asked for first of all, the others when it is well on its way: of what all blocks ask for at once, no part is there
-    // much before the rest.
-    template <class... Part> __device__ void start(const RowWalk& walk, const Part&... parts) const {
+    // By the first warp of each team: lane j makes the barriers of place j, and fills it with step j. The first steps, one or
+    // two, are asked for first of all, the others when these are well on their way: of what all blocks ask for at once, no
+    // part is there much before the rest.
+    template <class... Part> __device__ void start(const RowWalk& walk, int first_steps, const Part&... parts) const {
         const int j = share.team_thread;
         if (j >= stages) return;
         full[j * kMaxTeams].init(1);
         done[j * kMaxTeams].init(share.team_warps);
         fence_barrier_init();
-        if (j == 0 && share.team_columns) fill(0, walk.row(0), parts...);
+        if (j < first_steps && (j == 0 || walk.has(j)) && share.team_columns) fill(j, walk.row(j), parts...);
     }
-    template <class... Part> __device__ void start_others(const RowWalk& walk, const Part&... parts) const {
+    template <class... Part>
+    __device__ void start_others(const RowWalk& walk, int first_steps, const Part&... parts) const {
         const int j = share.team_thread;
-        if (0 < j && j < minimum(stages, walk.end) && share.team_columns) fill(j, walk.row(j), parts...);
+        if (first_steps <= j && j < minimum(stages, walk.end) && share.team_columns) fill(j, walk.row(j), parts...);
     }
     // By every thread of a warp that is done with step j, at `place`.
     template <class Walk, class Pace, class... Part>

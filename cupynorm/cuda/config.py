@@ -438,7 +438,7 @@ def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> 
 def _has_short_rows(x: str, vector: bool, per_thread: int, least_columns: int) -> bool:
     """SHORT_ROWS of columns.cuh, where blocks have so many columns of a row or more.
 
-    Kernels for both took NVRTC a quarter longer: N=4095 0.90 s of one core, not 0.72, LayerNorm 1.11, not 0.89.
+    Kernels for both took NVRTC a quarter longer: N=4095 0.90 s of one core, not 0.75, LayerNorm 1.15, not 0.84.
     """
     return not vector and per_thread > columns_per_thread(x) and least_columns < WARP * per_thread
 
@@ -756,7 +756,8 @@ def forward_walkers(config: ForwardConfig, rows: int, blocks_at_once: int, devic
     steps = _divide_up(rows, config.groups)
     walkers = min(blocks_at_once, steps)
     alone = config.kernel == "forward_staged" and blocks_at_once * config.cluster <= device.multiprocessors
-    return _evenly(steps, walkers) if alone else walkers
+    drawn = forward_steps(config, rows, walkers)[2]  # then whoever is done first takes more
+    return _evenly(steps, walkers) if alone and not drawn else walkers
 
 
 def reads_once(problem: NormProblem) -> bool:
