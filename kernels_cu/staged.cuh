@@ -229,7 +229,7 @@ struct Ring {
 // The copy engine counts, and so no fence before a copy waits for it: by `red`, counting alone took 1 to 9% more (RMSNorm,
 // 1 GB), with db 4 to 22%. And one place is not enough for 264 and 396 blocks, several on a multiprocessor: what these lost
 // by that, 2 to 3 and 7 to 10%, they do not lose in four places, each for a range of them. Where in memory these lie matters,
-// for a cause that was not found: RMSNorm, 1 GB, with them at 22 addresses N=512 took 241 to 246 us, 10240 242 to 249 (with
+// for a cause that was not found: RMSNorm, 1 GB, with them at 23 addresses N=512 took 241 to 246 us, 10240 242 to 249 (with
 // every fourth walker in a place 241 to 252, 242 to 253); kernels with one place took as much at all addresses.
 struct Pace {
     static constexpr int kMostTries = 16;  // each waits for the L2 cache
