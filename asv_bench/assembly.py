@@ -5,7 +5,8 @@
 A TREE is a commit, or `.` for this checkout, with launch choices behind a colon, and the rows are those of roofline.py,
 as in compare.py; of the rows that have one kernel in every tree the first stands for all. Of each tree: seconds of one
 core to compile the kernel (the least of the rounds; other work on the machine shows in them), registers of a thread,
-bytes that it spills; and of all but the first tree whether the instructions are, one by one, the first one's.
+bytes that it spills, loads that hide no latency since what comes is moved at once; and of all but the first tree
+whether the instructions are, one by one, the first one's.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ CAPABILITY, MULTIPROCESSORS, SHARED_BYTES = (9, 0), 132, 232448  # of an H200
 OPTIONS_OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")
 REGISTERS = re.compile(r"Used (\d+) registers")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+# LDG, MOV and IMAD, the lowest 12 bits of an instruction; IMAD moves where it multiplies RZ, the register that is 0.
+LOAD, MOVE, MULTIPLY_ADD, RZ = 0x981, 0x202, 0x224, 255
+AT_ONCE = 8  # instructions
 
 
 class Made(NamedTuple):
@@ -42,6 +46,7 @@ class Made(NamedTuple):
     instructions: str  # a hash
     registers: int
     spilled: int  # bytes, written and read
+    moved: int  # loads: see loads_moved()
     seconds: float
 
 
@@ -68,7 +73,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         rounds = all_turns(__file__, options, arguments)
         names = list(map(str, range(1, len(options.trees) + 1)))
         head = ["op", "rows x N", "dtype x/w", "layout"]
-        head += [f"{name}: {what}" for name in names for what in ("s", "registers", "spills")]
+        head += [f"{name}: {what}" for name in names for what in ("s", "registers", "spills", "moved")]
         head += [f"{name}: same" for name in names[1:]]
         trees = [[least([Made(*each) for each in made]) for made in zip(*tree, strict=True)] for tree in rounds]
         lines = list(lines_of(rows, trees))
@@ -93,7 +98,7 @@ def lines_of(rows: Sequence[Row], trees: Sequence[Sequence[Made]]) -> Iterator[l
         if kernels in seen:
             continue
         seen.add(kernels)
-        numbers = [str(x) for each in made for x in (f"{each.seconds:.2f}", each.registers, each.spilled)]
+        numbers = [str(x) for each in made for x in (f"{each.seconds:.2f}", each.registers, each.spilled, each.moved)]
         same = ["yes" if each.instructions == made[0].instructions else "no" for each in made[1:]]
         yield [row.case.op, row.case.shape, row.case.dtypes, row.layout, *numbers, *same]
 
@@ -151,8 +156,10 @@ def compile_kernel(file: str, definitions: tuple[str, ...]) -> Made:
     nvrtc.destroyProgram(program)
     spilled = sum(int(stores) + int(loads) for stores, loads in SPILLS.findall(log))
     registers = max(map(int, REGISTERS.findall(log)))
-    digest = hashlib.sha256(b"".join(instructions(binary))).hexdigest()
-    return Made(" ".join((file, *definitions)), digest, registers, spilled, seconds)
+    texts = list(instructions(binary))
+    digest = hashlib.sha256(b"".join(texts)).hexdigest()
+    moved = sum(loads_moved(text.split(b"\0", 1)[1]) for text in texts)
+    return Made(" ".join((file, *definitions)), digest, registers, spilled, moved, seconds)
 
 
 def instructions(binary: bytes) -> Iterator[bytes]:
@@ -165,6 +172,35 @@ def instructions(binary: bytes) -> Iterator[bytes]:
     for name, (at, size) in sorted(texts.items()):
         if name.startswith(b".text"):
             yield name + b"\0" + binary[at : at + size]
+
+
+def loads_moved(code: bytes) -> int:
+    """Loads from global memory that a warp waits for at once, only to move what came to another register.
+
+    Such a load was meant to be ahead of its use, and is not. An instruction of compute capability 7.0 or newer has 16
+    bytes; the upper ones name the scoreboard that says when its result is there (7: none), and those that it waits for
+    (Jia, Maggioni, Staiger and Scarpazza, 2018, "Dissecting the NVIDIA Volta GPU architecture via microbenchmarking").
+    """
+    instructions = list(struct.iter_unpack("<2Q", code[: len(code) // 16 * 16]))
+    found = 0
+    for i, (low, high) in enumerate(instructions):
+        scoreboard, loaded = high >> 46 & 7, low >> 16 & 255
+        if low & 0xFFF != LOAD or scoreboard == 7:
+            continue
+        after = instructions[i + 1 : i + 1 + AT_ONCE]
+        waiting = next(((low, high) for low, high in after if high >> 52 + scoreboard & 1), None)
+        found += waiting is not None and moved_register(*waiting) == loaded
+    return found
+
+
+def moved_register(low: int, high: int) -> int | None:
+    """Which register an instruction moves to another; None: it does something else."""
+    first, second = low >> 24 & 255, low >> 32 & 255
+    if low & 0xFFF == MOVE:
+        return second
+    if low & 0xFFF == MULTIPLY_ADD and first == second == RZ:
+        return high & 255
+    return None
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -176,13 +176,14 @@ def test_the_kernel_of_a_row_is_the_one_that_its_call_launches(
 def test_a_line_for_each_kernel() -> None:
     """The fastest of the rounds, spills as they are, and what is the same as in the first tree."""
     rows = roofline.rows_of(compare.parse([".", *FORWARD, "--only", "1024,2048,4096"]))
-    usual = assembly.Made("one", "aaa", 100, 24, 0.5)
-    slower, other = usual._replace(seconds=0.75), assembly.Made("one", "bbb", 90, 0, 0.25)
+    usual = assembly.Made("one", "aaa", 100, 24, 2, 0.5)
+    slower, other = usual._replace(seconds=0.75), assembly.Made("one", "bbb", 90, 0, 0, 0.25)
     assert assembly.least([slower, usual]) == usual
     longer = usual._replace(kernel="two")
     lines = list(assembly.lines_of(rows, [[usual, longer, usual], [usual, longer, usual], [other, longer, other]]))
     assert [line[1] for line in lines] == ["16276x1024", "8138x2048"]
-    assert lines[0][4:] == ["0.50", "100", "24", "0.50", "100", "24", "0.25", "90", "0", "yes", "no"]
+    assert lines[0][4:12] == ["0.50", "100", "24", "2", "0.50", "100", "24", "2"]
+    assert lines[0][12:] == ["0.25", "90", "0", "0", "yes", "no"]
     assert lines[1][-2:] == ["yes", "yes"]
 
 
@@ -222,6 +223,48 @@ def test_instructions_are_all_that_is_compared() -> None:
         body += content
     header = struct.pack("40xQ10x3H", 64 + len(body), 64, len(parts), len(parts) - 1)
     assert list(assembly.instructions(header + body + table)) == [b".text.one\x001", b".text.two\x00222"]
+
+
+def encoded(opcode: int, to: int, *registers: int, scoreboard: int = 7, waits: int = 0) -> bytes:
+    """An instruction: what it writes, up to three registers that it reads, what it sets and what it waits for."""
+    first, second, third = (*registers, *(assembly.RZ,) * 3)[:3]
+    low = opcode | 7 << 12 | to << 16 | first << 24 | second << 32
+    return struct.pack("<2Q", low, third | scoreboard << 46 | 7 << 49 | waits << 52)
+
+
+ADD = 0x221
+
+
+@pytest.mark.parametrize(
+    ("use", "moved"),
+    [
+        (encoded(assembly.MOVE, 4, assembly.RZ, 62, waits=0b100), 1),
+        (encoded(assembly.MULTIPLY_ADD, 4, assembly.RZ, assembly.RZ, 62, waits=0b110), 1),
+        (encoded(assembly.MULTIPLY_ADD, 4, 5, 6, 62, waits=0b100), 0),  # a product and the sum
+        (encoded(assembly.MOVE, 4, assembly.RZ, 63, waits=0b100), 0),  # another register
+        (encoded(assembly.MOVE, 4, assembly.RZ, 62, waits=0b010), 0),  # waits for something else
+        (encoded(ADD, 4, 62, 62, waits=0b100), 0),
+        (encoded(ADD, 4, 1, 1) * 9 + encoded(assembly.MOVE, 4, assembly.RZ, 62, waits=0b100), 0),  # late
+        (encoded(ADD, 4, 62, 1, waits=0b100) + encoded(assembly.MOVE, 5, assembly.RZ, 62, waits=0b100), 0),
+        (b"", 0),
+    ],
+)
+def test_loads_that_are_moved_at_once(use: bytes, moved: int) -> None:
+    """Into register 62, by scoreboard 2, with another instruction between it and what waits; beside it one by none."""
+    load = encoded(assembly.LOAD, 62, 8, scoreboard=2)
+    silent = encoded(assembly.LOAD, 62, 8) + encoded(assembly.MOVE, 4, assembly.RZ, 62, waits=0b111111)
+    assert assembly.loads_moved(load + encoded(ADD, 9, 1, 1) + use) == moved
+    assert assembly.loads_moved(silent) == 0
+
+
+@pytest.mark.parametrize("op", ["rmsnorm_backward", "layernorm_backward", "layernorm_forward"])
+@pytest.mark.parametrize("columns", ["128", "4096"])
+def test_no_load_is_waited_for_to_be_moved(op: str, columns: str) -> None:
+    """Of statistics and b, which are asked for ahead. Written as it comes to mind, each batch of statistics was."""
+    pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
+    options = compare.parse([".", "--set", "sizes,forward", "--sizes", "1000", "--ops", op, "--only", columns])
+    (row,) = roofline.rows_of(options)
+    assert assembly.compile_kernel(*assembly.kernel_of(row)).moved == 0
 
 
 def test_what_cannot_be_compiled_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
