@@ -205,6 +205,7 @@ def test_walkers_are_left_out_where_it_was_measured():
 
     assert forward_walkers(4096, 396, rows) == 396  # several blocks share a multiprocessor
     assert forward_walkers(8192, 132, 2035) == 128
+    assert forward_walkers(8192, 132, 2200) == 132  # 130 would take 17 steps each, too, but the last ones are drawn
     assert forward_walkers(65536, 33, 254) == 32
     assert forward_walkers(8192, 132, 5) == 5
 
