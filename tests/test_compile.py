@@ -64,7 +64,7 @@ ALLOWED_SPILLS = (
         "sm_100",
         ("LAYER_NORM=1", "WANT_DB=0", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
         8,
-        "Of 255 registers. By the disassembly: set before the first row, read where a place is filled again; not timed.",
+        "Of 255 registers. By the disassembly: set before the first row, read where a place is filled again.",
     ),
     Allowed(
         "backward_staged",
