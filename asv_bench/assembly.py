@@ -142,6 +142,17 @@ def kernel_of(row: Row) -> tuple[str, tuple[str, ...]]:
 
 
 def compile_kernel(file: str, definitions: tuple[str, ...]) -> Made:
+    log, binary, seconds = binary_of(file, definitions)
+    spilled = sum(int(stores) + int(loads) for stores, loads in SPILLS.findall(log))
+    registers = max(map(int, REGISTERS.findall(log)))
+    texts = list(instructions(binary))
+    digest = hashlib.sha256(b"".join(texts)).hexdigest()
+    moved = sum(loads_moved(text.split(b"\0", 1)[1]) for text in texts)
+    return Made(" ".join((file, *definitions)), digest, registers, spilled, moved, seconds)
+
+
+def binary_of(file: str, definitions: tuple[str, ...]) -> tuple[str, bytes, float]:
+    """NVRTC's log, what it made, and seconds."""
     from cupy.cuda import nvrtc
 
     from cupynorm.cuda import module
@@ -154,12 +165,7 @@ def compile_kernel(file: str, definitions: tuple[str, ...]) -> Made:
     seconds = time.process_time() - start
     log, binary = nvrtc.getProgramLog(program), nvrtc.getCUBIN(program)
     nvrtc.destroyProgram(program)
-    spilled = sum(int(stores) + int(loads) for stores, loads in SPILLS.findall(log))
-    registers = max(map(int, REGISTERS.findall(log)))
-    texts = list(instructions(binary))
-    digest = hashlib.sha256(b"".join(texts)).hexdigest()
-    moved = sum(loads_moved(text.split(b"\0", 1)[1]) for text in texts)
-    return Made(" ".join((file, *definitions)), digest, registers, spilled, moved, seconds)
+    return log, binary, seconds
 
 
 def instructions(binary: bytes) -> Iterator[bytes]:
@@ -174,22 +180,37 @@ def instructions(binary: bytes) -> Iterator[bytes]:
             yield name + b"\0" + binary[at : at + size]
 
 
-def loads_moved(code: bytes) -> int:
-    """Loads from global memory that a warp waits for at once, only to move what came to another register.
+class Load(NamedTuple):
+    """An instruction that loads from global memory."""
 
-    Such a load was meant to be ahead of its use, and is not. An instruction of compute capability 7.0 or newer has 16
-    bytes; the upper ones name the scoreboard that says when its result is there (7: none), and those that it waits for
-    (Jia, Maggioni, Staiger and Scarpazza, 2018, "Dissecting the NVIDIA Volta GPU architecture via microbenchmarking").
+    place: int  # among all
+    scoreboard: int  # which says that the result is there
+    register: int  # the first that it loads
+
+
+def loads_of(words: Sequence[tuple[int, int]]) -> Iterator[Load]:
+    """Those that something can wait for, of instructions of 16 bytes.
+
+    The upper half of an instruction of compute capability 7.0 or newer names the scoreboard that it sets (7: none), and
+    those that it waits for (Jia, Maggioni, Staiger and Scarpazza, 2018, "Dissecting the NVIDIA Volta GPU architecture
+    via microbenchmarking").
     """
-    instructions = list(struct.iter_unpack("<2Q", code[: len(code) // 16 * 16]))
-    found = 0
-    for i, (low, high) in enumerate(instructions):
-        scoreboard, loaded = high >> 46 & 7, low >> 16 & 255
-        if low & 0xFFF != LOAD or scoreboard == 7:
-            continue
-        after = instructions[i + 1 : i + 1 + AT_ONCE]
+    for place, (low, high) in enumerate(words):
+        if low & 0xFFF == LOAD and (scoreboard := high >> 46 & 7) != 7:
+            yield Load(place, scoreboard, low >> 16 & 255)
+
+
+def words_of(code: bytes) -> list[tuple[int, int]]:
+    return list(struct.iter_unpack("<2Q", code[: len(code) // 16 * 16]))
+
+
+def loads_moved(code: bytes) -> int:
+    """Loads that a warp waits for at once, only to move what came to another register: meant to be ahead, and not."""
+    words, found = words_of(code), 0
+    for place, scoreboard, register in loads_of(words):
+        after = words[place + 1 : place + 1 + AT_ONCE]
         waiting = next(((low, high) for low, high in after if high >> 52 + scoreboard & 1), None)
-        found += waiting is not None and moved_register(*waiting) == loaded
+        found += waiting is not None and moved_register(*waiting) == register
     return found
 
 

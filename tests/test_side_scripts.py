@@ -257,14 +257,16 @@ def test_loads_that_are_moved_at_once(use: bytes, moved: int) -> None:
     assert assembly.loads_moved(silent) == 0
 
 
-@pytest.mark.parametrize("op", ["rmsnorm_backward", "layernorm_backward", "layernorm_forward"])
+@pytest.mark.parametrize("op", ["rmsnorm_backward", "layernorm_backward"])
 @pytest.mark.parametrize("columns", ["128", "4096"])
 def test_no_load_is_waited_for_to_be_moved(op: str, columns: str) -> None:
-    """Of statistics and b, which are asked for ahead. Written as it comes to mind, each batch of statistics was."""
+    """Statistics are asked for ahead of their rows. As first written, each batch was waited for (NVRTC 12.9)."""
     pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
-    options = compare.parse([".", "--set", "sizes,forward", "--sizes", "1000", "--ops", op, "--only", columns])
-    (row,) = roofline.rows_of(options)
-    assert assembly.compile_kernel(*assembly.kernel_of(row)).moved == 0
+    (row,) = roofline.rows_of(compare.parse([".", "--set", "sizes", "--sizes", "1000", "--ops", op, "--only", columns]))
+    _, binary, _ = assembly.binary_of(*assembly.kernel_of(row))
+    (code,) = (text.split(b"\0", 1)[1] for text in assembly.instructions(binary) if text.startswith(b".text.b"))
+    assert len(list(assembly.loads_of(assembly.words_of(code)))) > 20
+    assert assembly.loads_moved(code) == 0
 
 
 def test_what_cannot_be_compiled_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
