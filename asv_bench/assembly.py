@@ -189,7 +189,7 @@ class Load(NamedTuple):
 
 
 def loads_of(words: Sequence[tuple[int, int]]) -> Iterator[Load]:
-    """Those that something can wait for, of instructions of 16 bytes.
+    """Those that something can wait for, of instructions as words_of() finds them.
 
     The upper half of an instruction of compute capability 7.0 or newer names the scoreboard that it sets (7: none), and
     those that it waits for (Jia, Maggioni, Staiger and Scarpazza, 2018, "Dissecting the NVIDIA Volta GPU architecture
@@ -201,6 +201,7 @@ def loads_of(words: Sequence[tuple[int, int]]) -> Iterator[Load]:
 
 
 def words_of(code: bytes) -> list[tuple[int, int]]:
+    """The lower and the upper half of each instruction."""
     return list(struct.iter_unpack("<2Q", code[: len(code) // 16 * 16]))
 
 
