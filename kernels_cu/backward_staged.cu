@@ -101,10 +101,11 @@ constexpr bool kHoldsBack = kLayerNorm && kWantDb && sizeof(X) == 2 && sizeof(Dy
 constexpr bool kPublishesInLoop =
     !kHoldsBack && (kVector > 1 ? (kClustered && !kManyColumns) || !kWantDb : kWholeWarps && !kWantDb);
 
-// Whether two steps are asked for first of all, where no pace is kept: RMSNorm took 1.0% less at 25 MB on average and 0.9% less
-// at 100 MB (N=384 3.5 and 1.9%, 20480 3.0 and 1.6%), but with pace, at 1 GB, 0.2% more. LayerNorm gained in some lengths what
-// it lost in others. Larger types did so, too; rows off 16 bytes were not timed.
-constexpr bool kStartsWithTwo = !kLayerNorm && kVector > 1 && sizeof(X) == 2 && sizeof(Dy) == 2;
+// Steps that are asked for first of all. Where RMSNorm had two it took, without pace, 1.0% less at 25 MB on average and 0.9%
+// less at 100 MB (N=384 3.4 and 1.9%, 20480 2.9 and 1.6%), with pace 0.9% less at 100 MB, 0.8% at 150, 0.4% at 200 and as much
+// at 400. LayerNorm gained in some lengths what it lost in others. Larger types did so, too; rows off 16 bytes were not
+// timed.
+constexpr int kFirstSteps = !kLayerNorm && kVector > 1 && sizeof(X) == 2 && sizeof(Dy) == 2 ? 2 : 1;
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
     backward_staged(const BackwardArguments a) {
@@ -131,8 +132,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     statistics.lanes = kManyColumns ? 1 : minimum(a.group_threads, 32);
     statistics.load_next(a, first_row, walk.step, 0);
     const ColumnsAhead w_ahead(state, share, a.w, a.w_code, shared, ColumnSums::shared_bytes(blockDim.x));
-    const int first_steps = kStartsWithTwo && !a.lead ? 2 : 1;
-    ring.start(walk, first_steps, x_part, dy_part);
+    ring.start(walk, kFirstSteps, x_part, dy_part);
     exchange.start(share.thread);
     const PaceOf<PACED> pace(a, a.meeting->counters, pace_state, walk, share);
     announce_barriers();
@@ -143,7 +143,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     Weights w;
     w_ahead.wait();
     w.load(w_ahead.source, a.w_code, own, w_shared);
-    ring.start_others(walk, first_steps, x_part, dy_part);
+    ring.start_others(walk, kFirstSteps, x_part, dy_part);
     __syncthreads();  // where w was copied to, the column sums' second level lies
 
     X* dx = a.dx + first_row * a.dx_row_stride + share.first_column + own.first;
@@ -209,7 +209,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
 #pragma unroll 1
         for (int j = held_from < 0 ? 0 : held_from; j < walk.end; ++j) {  // no place is filled again any more
             write_dx(j, own.found_anew());
-            pace.step_done();
+            pace.step_done(j, walk.end);
             before.row = now.row;
             before.posted = now.posted;
             before.active = now.active;

@@ -86,7 +86,7 @@ struct BlockState {
 
 // What a block knows of the others' pace. Of 16 bytes, which is what is counted and copied at a time, the first four count.
 struct alignas(16) PaceState {
-    unsigned seen[4];  // steps done by all blocks that count in one place, as of a step ago or two
+    unsigned seen[4];  // what all blocks that count in one place have counted, as of a step ago or two
     unsigned last[4];  // at which the count begins anew
     unsigned given_up;
     static constexpr int kLast = 16, kGivenUp = 32;  // where these lie
@@ -195,7 +195,7 @@ struct Ring {
         full[j * kMaxTeams].init(1);
         done[j * kMaxTeams].init(share.team_warps);
         fence_barrier_init();
-        if (j < first_steps && (j == 0 || walk.has(j)) && share.team_columns) fill(j, walk.row(j), parts...);
+        if (j < first_steps && walk.has(j) && share.team_columns) fill(j, walk.row(j), parts...);
     }
     template <class... Part>
     __device__ void start_others(const RowWalk& walk, int first_steps, const Part&... parts) const {
@@ -212,7 +212,7 @@ struct Ring {
             pace.wait(j);
             fill(place.stage, walk.row(j + stages), parts...);
         }
-        pace.step_done();
+        pace.step_done(j, walk.end);
     }
     // Whether there is anything to wait for.
     __device__ bool wait(const RingPlace& place) const {
@@ -227,17 +227,23 @@ struct Ring {
 // waits for long: another block may not even have started, and wait itself for what this one holds. No bits depend on it.
 //
 // The copy engine counts, and so no fence before a copy waits for it: by `red`, counting alone took 1 to 9% more (RMSNorm,
-// 1 GB), with db 4 to 22%. And one place is not enough for 264 and 396 blocks, several on a multiprocessor: what these lost
-// by that, 2 to 3 and 7 to 10%, they do not lose in four places, each for a range of them. Where in memory these lie matters,
-// for a cause that was not found: RMSNorm, 1 GB, with them at 23 addresses N=512 took 241 to 246 us, 10240 242 to 249 (with
-// every fourth walker in a place 241 to 252, 242 to 253); kernels with one place took as much at all addresses.
+// 1 GB), with db 4 to 22%. Still a count takes the time of the warp that asks for it, for which a row's other warps wait
+// (LayerNorm, 24 columns a thread, where a warp of its own counts: N=1536 261 → 246 us), and a place takes only so many. So
+// blocks count every second step: RMSNorm, 1 GB, N=7168 240.5 → 238.6 us, 14336 241.9 → 239.6, LayerNorm 1024 242.6 → 240.8,
+// with leads that were chosen anew. Every fourth, N=512 and 4096 took as long.
+//
+// One place is the best average. But of LayerNorm's blocks that share a multiprocessor, 264 in all, it takes too many counts:
+// N=768 249 to 257 us, 243 in four places, each for a range of the blocks. Where in memory places lie matters, for a cause
+// that was not found: RMSNorm's N=512 read 241 to 248 us by four of them, at 22 addresses, and 242 to 244 by one.
 struct Pace {
     static constexpr int kMostTries = 16;  // each waits for the L2 cache
+    // By every step LayerNorm took, 1 GB, N=256 247.3 us, not 248.6, 512 244.6, not 245.5; its forward pass, 32768, 168, not 179.
+    static constexpr unsigned kStepsACount = kManyColumns || (kLayerNorm && kColumnsPerThread == 16) ? 1 : 2;
 
-    unsigned* counter;     // 16 bytes, of steps that are done; it is at 0 again when all are
+    unsigned* counter;     // 16 bytes, of counts; it is at 0 again when all steps are done
     SharedAddress state;
     unsigned blocks;       // that count there; 0: no pace is kept
-    int slack;             // how far its count may be behind `blocks` times the steps of this one
+    int slack;             // how far the steps that it counts may be behind `blocks` times those of this one
 
     template <class Arguments>
     __device__ Pace(const Arguments& a, StepCounter* counters, PaceState& shared, const RowWalk& walk,
@@ -250,24 +256,29 @@ struct Pace {
         for (; walker - first >= range; first += range) ++counters;
         const unsigned all_steps = (a.rows + share.groups - 1) >> log2_of(share.groups);
         const auto of_place = [&](unsigned n) { return n < first ? 0 : minimum(n - first, range); };
-        const unsigned steps = (of_place(walkers) * a.steps + of_place(all_steps - a.steps * walkers)) * kCluster;
+        const unsigned all = of_place(walkers), longer = of_place(all_steps - a.steps * walkers);  // by one step
+        const unsigned steps = (all * a.steps + longer) * kCluster;
+        const unsigned counts = ((all - longer) * counts_of(a.steps) + longer * counts_of(a.steps + 1)) * kCluster;
         counter = counters->steps;
-        blocks = of_place(walkers) * kCluster;
-        slack = int(a.lead * blocks / 4) + int(walk.end * blocks - steps);
+        blocks = all * kCluster;
+        // Half of the steps since a block's last count are done on average.
+        slack = int((a.lead + 2 * (kStepsACount - 1)) * blocks / 4) + int(walk.end * blocks - steps);
         if (threadIdx.x != 0) return;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             shared.seen[i] = 0;
-            shared.last[i] = i == 0 ? steps - 1 : 0;
+            shared.last[i] = i == 0 ? counts - 1 : 0;
         }
         shared.given_up = 0;
         fence_before_bulk_read();
     }
+    // Of a walk of so many steps; the last count may be of fewer.
+    __device__ static unsigned counts_of(unsigned steps) { return (steps + kStepsACount - 1) / kStepsACount; }
 
-    // By every thread of a warp that is done with a step.
-    __device__ void step_done() const {
+    // By every thread of a warp that is done with step j of `end`.
+    __device__ void step_done(int j, int end) const {
         if (!blocks || threadIdx.x != 0) return;
-        bulk_count(counter, state + PaceState::kLast);
+        if (unsigned(j + 1) % kStepsACount == 0 || j + 1 == end) bulk_count(counter, state + PaceState::kLast);
         copy_16_bytes(state, counter);
     }
     // By the thread that asks for more when step j is done. All in one piece: over a loop, the compiler no longer knows
@@ -285,6 +296,7 @@ struct Pace {
             "@given_up bra done;\n"
             "mov.u32 tries, %4;\n"
             "more:\n"
+            "mul.lo.u32 seen, seen, %5;\n"
             "sub.s32 ahead, %1, seen;\n"
             "setp.le.s32 behind, ahead, 0;\n"
             "@behind bra done;\n"
@@ -295,7 +307,7 @@ struct Pace {
             "st.volatile.shared.u32 [%0 + %3], 1;\n"
             "done:\n"
             "}\n" ::"r"(state), "r"((j + 1) * blocks - slack), "l"(counter), "n"(PaceState::kGivenUp),
-            "n"(kMostTries)
+            "n"(kMostTries), "n"(kStepsACount)
             : "memory");
     }
     // Before the block leaves: nothing reads or writes its shared memory any more.
@@ -306,7 +318,7 @@ struct Pace {
 template <bool kKept> struct PaceOf : Pace { using Pace::Pace; };
 template <> struct PaceOf<false> {
     template <class... Any> __device__ PaceOf(const Any&...) {}
-    __device__ void step_done() const {}
+    __device__ void step_done(int, int) const {}
     __device__ void wait(int) const {}
     __device__ void finish() const {}
 };

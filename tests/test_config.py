@@ -613,8 +613,8 @@ def test_long_launches_have_less_in_flight():
 
 PACE_LENGTHS = (8, 256, 384, 512, 768, 1001, 1024, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536, 262144)
 PACED_LAYERNORM = {
-    "float16": (512, 1024, 4096, 5120, 16384, 20480),
-    "bfloat16": (512, 1024, 4096, 5120, 16384, 20480),
+    "float16": (8, 256, 512, 768, 1024, 4096, 5120, 16384, 20480),
+    "bfloat16": (8, 256, 512, 768, 1024, 4096, 5120, 16384, 20480),
     "float32": (8, 256, 384, 512, 1024, 4096, 5120, 16384, 20480, 32768),
     "float64": (384, 512, 768, 1024, 3072),
 }
@@ -649,7 +649,7 @@ def test_who_keeps_pace(name):
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
-    """In vectors, forward in clusters alone. Blocks beside others on a multiprocessor have several counters."""
+    """In vectors, forward in clusters alone. LayerNorm's blocks that share a multiprocessor have several counters."""
     for columns, aligned in product(PACE_LENGTHS, (True, False)):
         problem = backward(columns, name, name, norm=norm)
         forward = replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
@@ -662,12 +662,13 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
                 assert "PACED=1" not in chosen.definitions or (idle and chosen.kernel == "forward_staged")
                 continue
             assert {"PACED=1", "VECTOR=1"} <= set(chosen.definitions), (columns, aligned)
-            assert config.pace(chosen, 48 * chosen.groups, 1)[0] == chosen.lead
-            assert config.pace(chosen, 47 * chosen.groups, 1)[0] == 0
+            least = 48 if isinstance(chosen, config.ForwardConfig) else config.PACE_LEAST_STEPS[norm]
+            assert config.pace(chosen, least * chosen.groups, 1)[0] == chosen.lead
+            assert config.pace(chosen, (least - 1) * chosen.groups, 1)[0] == 0
             if isinstance(chosen, config.ForwardConfig):
                 assert (chosen.cluster > 1, chosen.step_counters, chosen.drawn_part) == (True, 1, 0)
             else:
-                several = 2 * (chosen.shared_bytes + 1024) <= device.shared_bytes
+                several = norm == "layernorm" and 2 * (chosen.shared_bytes + 1024) <= device.shared_bytes
                 assert chosen.step_counters == (config.STEP_COUNTERS if several else 1), (columns, aligned)
                 assert "PACED=1" in config.backward_config(replace(problem, rows=1), aligned, device).definitions
         mixed = config.backward_config(backward(columns, name, "float64", norm=norm), aligned, device)
@@ -678,8 +679,12 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
     ("norm", "columns", "name", "quarters"),
     [
         ("rmsnorm", 256, "bfloat16", 7),  # two blocks of 16 KB a step
-        ("rmsnorm", 1536, "bfloat16", 8),  # 24 KB
-        ("rmsnorm", 4096, "bfloat16", 8),  # 32 KB
+        ("rmsnorm", 1536, "bfloat16", 5),  # five stages of 24 KB
+        ("rmsnorm", 7168, "bfloat16", 6),  # four of 28 KB
+        ("rmsnorm", 4096, "bfloat16", 7),  # three of 32 KB
+        ("rmsnorm", 8, "bfloat16", 5),  # seven
+        ("layernorm", 8, "bfloat16", 7),
+        ("layernorm", 4096, "bfloat16", 7),  # four of 32 KB
         ("layernorm", 5120, "bfloat16", 6),  # 40 KB
         ("rmsnorm", 20480, "bfloat16", 6),  # two blocks of 20 KB
         ("rmsnorm", 262144, "bfloat16", 4),  # 64 KB
@@ -713,19 +718,20 @@ def test_more_is_in_flight_where_pace_is_kept(norm, columns, name, long, short):
     hopper = DEVICES["sm_90"]
     chosen = config.backward_config(backward(columns, name, name, 1 << 20, norm), True, hopper)
     walkers, groups = at_once_on_h200(chosen), chosen.groups
-    for steps, stages in ((48, long), (47, short)):
+    least = config.PACE_LEAST_STEPS[norm]
+    for steps, stages in ((least, long), (least - 1, short)):
         problem = backward(columns, name, name, steps * walkers * groups, norm)
         chosen = config.backward_config(problem, True, hopper)
         assert (chosen.stages, chosen.groups) == (stages, groups)
         assert config.grid(chosen, problem, walkers, hopper).walkers == walkers
         kept = config.pace(chosen, problem.rows, walkers)[0] > 0
-        assert kept == (steps == 48 and "PACED=1" in chosen.definitions)
+        assert kept == (steps == least and "PACED=1" in chosen.definitions)
 
 
 @pytest.mark.parametrize(("columns", "row_threads"), [(384, 16), (768, 32), (1536, 64), (3072, 128)])
 def test_rmsnorm_with_24_columns_a_thread_has_larger_blocks_where_pace_is_kept(columns, row_threads):
     """One of eight warps on a multiprocessor, where there are two of four else, of the same kernel."""
-    long = 48 * 132 * 256 // row_threads
+    long = config.PACE_LEAST_STEPS["rmsnorm"] * 132 * 256 // row_threads
     for rows, norm, name in (
         (long, "rmsnorm", "bfloat16"),
         (long, "rmsnorm", "float16"),
@@ -736,8 +742,8 @@ def test_rmsnorm_with_24_columns_a_thread_has_larger_blocks_where_pace_is_kept(c
         large = norm == "rmsnorm" and rows == long
         assert (chosen.threads, chosen.group_threads) == (256 if large else 128, row_threads), (rows, norm, name)
         assert chosen.stages == (5 if large else 4)
-        assert chosen.step_counters == (1 if large else config.STEP_COUNTERS)
-        assert ("PACED=1" in chosen.definitions) == (norm == "rmsnorm")
+        assert chosen.step_counters == (1 if norm == "rmsnorm" else config.STEP_COUNTERS)
+        assert ("PACED=1" in chosen.definitions) == (norm == "rmsnorm" or columns == 768)
 
 
 @pytest.mark.parametrize("columns", [384, 768, 1536, 3072, 6144, 12288, 32768])

@@ -195,9 +195,12 @@ def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, colu
     assert_a_graph_gives(streams[0], lambda: function(x, *arguments, out=outputs[0]), outputs[0], expected)
 
 
-LAYERNORM_KEEPS_PACE = {"bfloat16": (512, 1024, 4096, 5120, 16384, 20480), "float32": (256, 4096, 16384, 32768)}
+LAYERNORM_KEEPS_PACE = {
+    "bfloat16": (128, 512, 768, 1024, 4096, 5120, 16384, 20480),
+    "float32": (256, 4096, 16384, 32768),
+}
 PACE_CASES = {
-    "bfloat16": (128, 384, 512, 1001, 1024, 1536, 3072, 4096, 5120, 7168, 16384, 20480, 32768, 65536),
+    "bfloat16": (128, 384, 512, 768, 1001, 1024, 1536, 3072, 4096, 5120, 7168, 16384, 20480, 32768, 65536),
     "float32": (256, 768, 4096, 16384, 32768),
 }
 
@@ -232,7 +235,8 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int, dtype: s
         if closest:
             many = {norm: dict.fromkeys(leads, closest) for norm, leads in config.LEAD_FORWARD_MANY.items()}
             monkeypatch.setattr(config, "LEAD_FORWARD_MANY", many)
-            for name in ("LEAD_FORWARD", "MOST_LEAD", "MOST_LEAD_OF_SEVERAL"):
+            monkeypatch.setattr(config, "MOST_LEAD_OF_STAGES", {})
+            for name in ("LEAD_FORWARD", "MOST_LEAD", "MOST_LEAD_OF_MORE_STAGES"):
                 monkeypatch.setattr(config, name, closest)
         asked.clear()
         dispatch.plan_of.cache_clear()

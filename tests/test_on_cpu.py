@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from helpers import NORMS, Tensors, assert_same_bits, backward, forward, spoilt
 from on_cpu import COMPILER, KernelsOnCpu, as_cpp, values
 from test_numerics import check_backward, check_forward
 
+config = pytest.importorskip("cupynorm.cuda.config")
 pytest.importorskip("cupy", reason="launches are those of CuPy's arrays")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -124,6 +126,22 @@ def small_device(device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch) -> Kerne
 )
 def test_many_steps(small_device: KernelsOnCpu, norm: str, rows: int, columns: int) -> None:
     check_both(small_device, case_of(norm, rows, columns), STAGED)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(4001, 128), (1999, 512), (1011, 768), (1012, 768), (900, 1024), (901, 1024), (203, 4096)]
+)
+def test_who_keeps_pace_leaves_counters_of_zero(small_device: KernelsOnCpu, norm: str, rows: int, columns: int) -> None:
+    """Every step is counted, in each place, of walks of even lengths and odd ones; else the next launch waits."""
+    tensors = make_case(np, case_of(norm, rows, columns))
+    results = backward(norm, on_device(small_device, tensors), has_bias=norm == "layernorm")
+    fields = small_device.launched[-1].fields()
+    meeting, lead = fields[11], fields[-2]
+    assert lead > 0
+    run(small_device, results, "backward_staged")
+    counters = (ctypes.c_char * config.STEP_COUNTERS_BYTES).from_address(meeting)
+    assert not any(bytes(counters))
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -59,21 +59,26 @@ FORWARD_STAGED_LEAST_STAGES_24 = 3
 DRAWN_PART, DRAWN_PART_SHORT, DRAWN_PART_ALONE = 1 / 4, 1 / 2, 1 / 8
 DRAWN_LEAST_STEPS = 16
 # In launches with so many steps a walker and more, walkers keep pace: so many quarters of a step less than the average
-# may one have before it. 1 GB, RMSNorm, N=4096: 246 us without, 255 with four, 242 with eight, 246 with sixteen.
-PACE_LEAST_STEPS = 48
-# Backward, as many quarters as make so many bytes, of a step in all blocks of a multiprocessor, but no more than two
-# steps of the only block there, or 7/4 of one of several: 1 GB, RMSNorm, N=5120 and 20480, of 40 KB a step, 244.6 and
-# 244.7 us with eight, 241.3 and 241.2 with six, LayerNorm's 5120 247.2 and 244.4; N=1024 and 4096, of 32 KB, 241.4 and
-# 241.3 with eight, 246.4 and 244.2 with six, 240.6 and 243.2 with nine; N=256, two blocks of 16 KB, 247.5 with eight,
-# 245.3 with seven; float32, N=8192, of 64 KB, 250.9 with eight, 241.8 with four. But LayerNorm's 20480 takes 247.9 with
-# eight, 249.0 with six.
-LEAD_BYTES, MOST_LEAD, MOST_LEAD_OF_SEVERAL = 64 << 10, 8, 7
-# Forward, in clusters, RMSNorm N=16384: 174 us without, 168 with eight, 167 with twelve, 171 with twenty; ten to
-# thirteen are within 0.4%. Of 64 columns a thread, by blocks of a cluster, each with three to six: RMSNorm, N=131072
-# 172.6, 167.5, 166.7, 167.1 us; LayerNorm, 32768 182.4, 172.1, 167.7, 168.6; with five to seven 65536 169.7, 168.0,
-# 171.7, 131072 169.4, 168.9, 169.9, and slower with more; 262144 170.5 without, with eight to twenty 173.7 to 174.0
-# (compiled for pace all the same: else 172.4, beside 169.5).
-LEAD_FORWARD = 12
+# may one have before it. RMSNorm, 1 GB, N=4096: 246 us without, 242 so. With fewer steps RMSNorm gains as well, 150 and
+# 200 MB 2% on average, 100 MB 0.9%, float32, 200 MB, 1024 59.2 → 57.1; LayerNorm with half as many, 200 MB, 4096 61.9 →
+# 60.5, 8192 61.0 → 59.6 (with a quarter, at 100 MB, some lengths lost).
+PACE_LEAST_STEPS = {"rmsnorm": 12, "layernorm": 24}
+PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48
+# Backward, as many quarters as make so many bytes, of a step in all blocks of a multiprocessor, but no more than seven,
+# and of RMSNorm's with four stages six, with more five. RMSNorm, 1 GB, with four, five, six and seven: three stages,
+# N=1024 248.5, 243.9, 239.7, 238.1 us, 10240 244.4, 243.4, 241.9, 241.4, of 40 KB a step 5120 240.6, 239.6, 240.0,
+# 242.2; four, 7168 243.3, 239.9, 238.7, 238.5, 32768 247.9, 240.5, 239.6, 239.9; five, 768 238.8, 238.4, 239.0, 240.5,
+# 6144 239.5, 238.6, 238.8, 239.7. LayerNorm, four stages, 4096 262.9, 252.5, 245.1, 243.3, 8192 262.1, 251.3, 243.6,
+# 241.7. With more most take longer: N=4096 243.0 with eight, 244.2 with ten. More stages than five were not timed.
+LEAD_BYTES, MOST_LEAD = 56 << 10, 7
+MOST_LEAD_OF_STAGES = {3: 7, 4: 6}  # RMSNorm
+MOST_LEAD_OF_MORE_STAGES = 5
+# Forward, in clusters, RMSNorm, 1 GB, with nine, ten, eleven and twelve: N=14336 166.8, 166.7, 166.9, 167.7 us, 32768
+# 165.4, 165.5, 165.7, 166.4, 65536 166.5, 166.1, 166.6, 167.1. Of 64 columns a thread, by blocks of a cluster, each
+# with three to six: RMSNorm, N=131072 172.6, 167.5, 166.7, 167.1 us; LayerNorm, 32768 182.4, 172.1, 167.7, 168.6; with
+# five to seven 65536 169.7, 168.0, 171.7, 131072 169.4, 168.9, 169.9, and slower with more; 262144 170.5 without, with
+# eight to twenty 173.7 to 174.0 (compiled for pace all the same: else 172.4, beside 169.5).
+LEAD_FORWARD = 10
 LEAD_FORWARD_MANY = {"rmsnorm": {8: 5, 16: 5}, "layernorm": {2: 5, 4: 6, 8: 6, 16: 0}}
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 # Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more:
@@ -181,6 +186,7 @@ class BackwardConfig(NamedTuple):
     stages: int = 0
     shared_bytes: int = 0
     lead: int = 0  # of a walker, in quarters of a step, where pace is kept
+    paced_steps: int = PACE_FORWARD_LEAST_STEPS  # of a walker, from which on it is
     step_counters: int = 1
 
     @property
@@ -202,6 +208,7 @@ class ForwardConfig(NamedTuple):
     shared_bytes: int = 0
     drawn_part: float = 0.0  # of the steps of a long launch
     lead: int = 0  # of a walker, in quarters of a step, where pace is kept
+    paced_steps: int = PACE_FORWARD_LEAST_STEPS  # of a walker, from which on it is
     step_counters: int = 1
 
     @property
@@ -369,13 +376,14 @@ def _staged_config(
     one_group = cluster > 1 or not _rows_are_contiguous(problem)
     most_groups = 1 if one_group else _groups(most_threads(paced), group, problem.rows)
     at_once = (2 if per_thread == columns_per_thread(name) else 1) * STAGED_MAX_THREADS
-    limited = vector and name == dy_name and _is_long(problem.rows, most_groups, device.multiprocessors)
+    at_least = functools.partial(_takes_at_least, problem.rows)
+    limited = vector and name == dy_name and at_least(LONG_LEAST_STEPS, most_groups, device.multiprocessors)
     pairs = [(g, b) for g in _halvings(most_groups) for b in _halvings(at_once // (g * group))]
     for groups, blocks in pairs:
         threads = groups * group
         outer_bytes = _column_sums_bytes(problem, per_thread) * threads
         step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
-        long = _is_long(problem.rows, groups, _usual_clusters(cluster, device) * blocks)
+        long = at_least(PACE_LEAST_STEPS[problem.norm], groups, _usual_clusters(cluster, device) * blocks)
         keeps_pace = paced and long and (problem.want_dw or problem.want_db)  # where they meet
         too_large = limited and blocks * STAGED_LEAST_STAGES * step_bytes > STAGED_MOST_RING_BYTES
         too_many = groups > 1 and threads > most_threads(keeps_pace)
@@ -401,8 +409,9 @@ def _staged_config(
             stages=stages,
             # At least so much that no more blocks fit.
             shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // (blocks + 1)),
-            lead=_lead(blocks * step_bytes, blocks) if paced else 0,
-            step_counters=1 if blocks == 1 else STEP_COUNTERS,
+            lead=_lead(problem.norm, blocks * step_bytes, stages) if paced else 0,
+            paced_steps=PACE_LEAST_STEPS[problem.norm],
+            step_counters=STEP_COUNTERS if blocks > 1 and problem.norm == "layernorm" else 1,
         )
     return None
 
@@ -411,9 +420,11 @@ def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> 
     """Whether walkers keep pace in long launches.
 
     `held` is what _short_row() or _staged_threads() chose; `full` says that the lanes of every block, but perhaps the
-    last of a cluster, all hold as many columns. With db LayerNorm loses, at 1 GB, with 24 columns a thread (N=3072 246
-    → 268 us), and with 32 in clusters of four and more (65536 249 → 265) or not full (7168 247 → 266); it gains with 32
-    (see _ring_bytes()) and 40 (5120 255 → 248, in clusters 10240 252 → 247, 20480 250 → 247, with eight quarters).
+    last of a cluster, all hold as many columns. With db LayerNorm loses, at 1 GB, with 24 columns a thread and several
+    warps a row (N=3072 246 → 261 us: Pace of staged.cuh says why) or several rows a warp (384 247 → 253), and with 32
+    in clusters of four and more (65536 249 → 267) or not full (7168 250 → 271); it gains with 24 and a warp a row (768
+    252.5 → 243.3), with 32 (see _ring_bytes()), 40 (5120 255 → 248, in clusters 10240 252 → 247, 20480 250 → 247, with
+    eight quarters), and 16 (128 252.6 → 248.2, 256 250.8 → 247.3).
     In float32 it gains with 16 (256 252.6 → 246.8), 32 (1024 248.8 → 243.0, 16384 252.3 → 246.6, in clusters of
     eight 32768 255.4 → 247.6) and 40 (10240 249.3 → 244.5), but with 32 not in clusters of sixteen (65536 247.5 →
     266.4) nor where not full (14336 249.4 → 272.9), nor for all lengths with 24 (768 249.6 → 244.6, 3072 248.6 →
@@ -430,8 +441,9 @@ def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> 
     if norm == "layernorm" and ITEMSIZE[x] == 4:
         gains = per_thread in (32, 40) and full and cluster <= 8
         return gains or per_thread == 16 or (per_thread == 40 and cluster == 1)
-    if norm == "layernorm" and ITEMSIZE[x] == 2 and per_thread in (32, 40):
-        return per_thread == 40 or (full and cluster <= 2)
+    if norm == "layernorm" and ITEMSIZE[x] == 2:
+        gains = per_thread in (16, 40) or (per_thread == 24 and cluster == 1 and group == WARP)
+        return gains or (per_thread == 32 and full and cluster <= 2)
     return cluster == 1 and per_thread in (16, 40) and group >= WARP
 
 
@@ -474,9 +486,9 @@ def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pa
     return STAGED_LARGE_RING_BYTES if keeps_pace and large else STAGED_RING_BYTES
 
 
-def _lead(bytes_of_steps: int, blocks: int) -> int:
+def _lead(norm: str, bytes_of_steps: int, stages: int) -> int:
     """In quarters of a step, given a step's bytes in all blocks of a multiprocessor."""
-    most = MOST_LEAD if blocks == 1 else MOST_LEAD_OF_SEVERAL
+    most = MOST_LEAD if norm == "layernorm" else MOST_LEAD_OF_STAGES.get(stages, MOST_LEAD_OF_MORE_STAGES)
     return min(most, round(4 * LEAD_BYTES / bytes_of_steps))
 
 
@@ -756,8 +768,9 @@ def forward_walkers(config: ForwardConfig, rows: int, blocks_at_once: int, devic
     steps = _divide_up(rows, config.groups)
     walkers = min(blocks_at_once, steps)
     alone = config.kernel == "forward_staged" and blocks_at_once * config.cluster <= device.multiprocessors
-    drawn = forward_steps(config, rows, walkers)[2]  # then whoever is done first takes more
-    return _evenly(steps, walkers) if alone and not drawn else walkers
+    fewer = _evenly(steps, walkers) if alone else walkers
+    drawn = forward_steps(config, rows, fewer)[2]  # then whoever is done first takes more
+    return walkers if drawn else fewer
 
 
 def reads_once(problem: NormProblem) -> bool:
@@ -774,11 +787,13 @@ def _data_bytes(problem: NormProblem) -> int:
 
 def pace(config: BackwardConfig | ForwardConfig, rows: int, walkers: int) -> tuple[int, int]:
     """How many quarters of a step ahead of the average a walker may be (0: as it likes), and counters of steps."""
-    return config.lead if _is_long(rows, config.groups, walkers) else 0, config.step_counters
+    long = _takes_at_least(rows, config.paced_steps, config.groups, walkers)
+    return config.lead if long else 0, config.step_counters
 
 
-def _is_long(rows: int, groups: int, walkers: int) -> bool:
-    return _divide_up(rows, groups) >= PACE_LEAST_STEPS * walkers
+def _takes_at_least(rows: int, steps: int, groups: int, walkers: int) -> bool:
+    """So many steps of each walker."""
+    return _divide_up(rows, groups) >= steps * walkers
 
 
 def least_steps(groups: int, rows: int, walkers: int) -> int:
@@ -1031,7 +1046,8 @@ def _staged_variants(
     parts = {(n, 1, True) for n in part_of_warp}
     wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
     for per_thread, cluster, part in sorted(wholes | parts):
-        groups = (1,) if part else (1, WARP) if per_thread <= columns_per_thread(x) else (WARP,)  # 1: a part of a warp
+        # 1: a part of a warp
+        groups = (1,) if part else (1, WARP) if per_thread <= columns_per_thread(x) else (WARP, 2 * WARP)
         paces = sorted({paced_of((per_thread, g), cluster, full) for g, full in product(groups, (False, True))})
         fills_warp = WARP * per_thread  # as the blocks of clusters all do
         shorts = sorted({short_of(per_thread, n) for n in ((1, fills_warp) if cluster == 1 else (fills_warp,))})
