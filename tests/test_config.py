@@ -611,11 +611,30 @@ def test_long_launches_have_less_in_flight():
             assert blocks * config.STAGED_LEAST_STAGES * step <= config.STAGED_MOST_RING_BYTES, (columns, name)
 
 
-PACE_LENGTHS = (8, 256, 384, 512, 768, 1001, 1024, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536, 262144)
+PACE_LENGTHS = (
+    8,
+    16,
+    256,
+    384,
+    512,
+    768,
+    1001,
+    1024,
+    3072,
+    4096,
+    5120,
+    7168,
+    14336,
+    16384,
+    20480,
+    32768,
+    65536,
+    262144,
+)
 PACED_LAYERNORM = {
-    "float16": (8, 256, 512, 768, 1024, 4096, 5120, 16384, 20480),
-    "bfloat16": (8, 256, 512, 768, 1024, 4096, 5120, 16384, 20480),
-    "float32": (8, 256, 384, 512, 1024, 4096, 5120, 16384, 20480, 32768),
+    "float16": (16, 256, 512, 768, 1024, 4096, 5120, 16384, 20480),
+    "bfloat16": (16, 256, 512, 768, 1024, 4096, 5120, 16384, 20480),
+    "float32": (16, 256, 384, 512, 1024, 4096, 5120, 16384, 20480, 32768),
     "float64": (384, 512, 768, 1024, 3072),
 }
 
@@ -634,7 +653,7 @@ def test_who_keeps_pace(name):
     for norm, columns in product(("rmsnorm", "layernorm"), PACE_LENGTHS):
         problem = backward(columns, name, name, norm=norm)
         chosen = config.backward_config(problem, True, hopper)
-        wanted = chosen.route == "staged" and columns % 8 == 0
+        wanted = chosen.route == "staged" and columns % 8 == 0 and columns >= config.columns_per_thread(name)
         wanted &= norm == "rmsnorm" or columns in PACED_LAYERNORM[name]
         assert (chosen.lead > 0) == wanted, (norm, columns)
         forward = replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
@@ -682,13 +701,15 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
         ("rmsnorm", 1536, "bfloat16", 5),  # five stages of 24 KB
         ("rmsnorm", 7168, "bfloat16", 6),  # four of 28 KB
         ("rmsnorm", 4096, "bfloat16", 7),  # three of 32 KB
-        ("rmsnorm", 8, "bfloat16", 5),  # seven
-        ("layernorm", 8, "bfloat16", 7),
+        ("rmsnorm", 32, "bfloat16", 7),
+        ("layernorm", 32, "bfloat16", 7),
         ("layernorm", 4096, "bfloat16", 7),  # four of 32 KB
         ("layernorm", 5120, "bfloat16", 6),  # 40 KB
         ("rmsnorm", 20480, "bfloat16", 6),  # two blocks of 20 KB
         ("rmsnorm", 262144, "bfloat16", 4),  # 64 KB
         ("rmsnorm", 16384, "float32", 4),
+        ("layernorm", 4096, "float32", 6),
+        ("layernorm", 16384, "float32", 7),
     ],
 )
 def test_a_walker_of_larger_steps_has_fewer_before_the_others(norm, columns, name, quarters):

@@ -70,7 +70,9 @@ PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48
 # 242.2; four, 7168 243.3, 239.9, 238.7, 238.5, 32768 247.9, 240.5, 239.6, 239.9; five, 768 238.8, 238.4, 239.0, 240.5,
 # 6144 239.5, 238.6, 238.8, 239.7. LayerNorm, four stages, 4096 262.9, 252.5, 245.1, 243.3, 8192 262.1, 251.3, 243.6,
 # 241.7. With more most take longer: N=4096 243.0 with eight, 244.2 with ten. More stages than five were not timed.
-LEAD_BYTES, MOST_LEAD = 56 << 10, 7
+# LayerNorm in float32, with five, six and seven: 1024 240.8, 242.6, 247.4, 4096 240.1, 240.9, 244.5; in clusters 16384
+# 257, 248, 245.
+LEAD_BYTES, MOST_LEAD, MOST_LEAD_FLOAT32_LAYERNORM = 56 << 10, 7, 6
 MOST_LEAD_OF_STAGES = {3: 7, 4: 6}  # RMSNorm
 MOST_LEAD_OF_MORE_STAGES = 5
 # Forward, in clusters, RMSNorm, 1 GB, with nine, ten, eleven and twelve: N=14336 166.8, 166.7, 166.9, 167.7 us, 32768
@@ -409,7 +411,7 @@ def _staged_config(
             stages=stages,
             # At least so much that no more blocks fit.
             shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // (blocks + 1)),
-            lead=_lead(problem.norm, blocks * step_bytes, stages) if paced else 0,
+            lead=_lead(kind, cluster, stages, blocks * step_bytes) if paced else 0,
             paced_steps=PACE_LEAST_STEPS[problem.norm],
             step_counters=STEP_COUNTERS if blocks > 1 and problem.norm == "layernorm" else 1,
         )
@@ -417,14 +419,15 @@ def _staged_config(
 
 
 def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> bool:
-    """Whether walkers keep pace in long launches.
+    """Whether walkers keep pace in long launches; not where a row is shorter than a thread's columns (8: 345 → 371 us).
 
     `held` is what _short_row() or _staged_threads() chose; `full` says that the lanes of every block, but perhaps the
     last of a cluster, all hold as many columns. With db LayerNorm loses, at 1 GB, with 24 columns a thread and several
-    warps a row (N=3072 246 → 261 us: Pace of staged.cuh says why) or several rows a warp (384 247 → 253), and with 32
-    in clusters of four and more (65536 249 → 267) or not full (7168 250 → 271); it gains with 24 and a warp a row (768
-    252.5 → 243.3), with 32 (see _ring_bytes()), 40 (5120 255 → 248, in clusters 10240 252 → 247, 20480 250 → 247, with
-    eight quarters), and 16 (128 252.6 → 248.2, 256 250.8 → 247.3).
+    warps a row (N=3072 246 → 261 us: Pace of staged.cuh says why), several rows a warp (384 247 → 253) or not full (640
+    260 → 276), and with 32 in clusters of four and more (65536 249 → 267) or not full (7168 250 → 271); it gains with
+    24 and a full warp a row (768 252.5 → 243.3), with 32 (see _ring_bytes()), 40 (5120 255 → 248, in clusters 10240 252
+    → 247, 20480 250 → 247, with eight quarters), and 16 (64 252 → 249, 128 252.6 → 248.2, 256 250.8 → 247.3, 448 255 →
+    248; 192 and 320 as long).
     In float32 it gains with 16 (256 252.6 → 246.8), 32 (1024 248.8 → 243.0, 16384 252.3 → 246.6, in clusters of
     eight 32768 255.4 → 247.6) and 40 (10240 249.3 → 244.5), but with 32 not in clusters of sixteen (65536 247.5 →
     266.4) nor where not full (14336 249.4 → 272.9), nor for all lengths with 24 (768 249.6 → 244.6, 3072 248.6 →
@@ -434,16 +437,19 @@ def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> 
     """
     norm, x, dy, sums_db, vector = kind
     per_thread, group = held
-    if not vector or not sums_db:
-        return vector
+    if not vector or (group == 1 and not full):
+        return False
+    if not sums_db:
+        return True
     if ITEMSIZE[x] != ITEMSIZE[dy]:
         return False
     if norm == "layernorm" and ITEMSIZE[x] == 4:
         gains = per_thread in (32, 40) and full and cluster <= 8
         return gains or per_thread == 16 or (per_thread == 40 and cluster == 1)
     if norm == "layernorm" and ITEMSIZE[x] == 2:
-        gains = per_thread in (16, 40) or (per_thread == 24 and cluster == 1 and group == WARP)
-        return gains or (per_thread == 32 and full and cluster <= 2)
+        if per_thread == 24:
+            return cluster == 1 and group == WARP and full
+        return per_thread in (16, 40) or (per_thread == 32 and full and cluster <= 2)
     return cluster == 1 and per_thread in (16, 40) and group >= WARP
 
 
@@ -486,9 +492,13 @@ def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pa
     return STAGED_LARGE_RING_BYTES if keeps_pace and large else STAGED_RING_BYTES
 
 
-def _lead(norm: str, bytes_of_steps: int, stages: int) -> int:
+def _lead(kind: Kind, cluster: int, stages: int, bytes_of_steps: int) -> int:
     """In quarters of a step, given a step's bytes in all blocks of a multiprocessor."""
-    most = MOST_LEAD if norm == "layernorm" else MOST_LEAD_OF_STAGES.get(stages, MOST_LEAD_OF_MORE_STAGES)
+    norm, x, *_ = kind
+    if norm == "rmsnorm":
+        most = MOST_LEAD_OF_STAGES.get(stages, MOST_LEAD_OF_MORE_STAGES)
+    else:
+        most = MOST_LEAD if ITEMSIZE[x] == 2 or cluster > 1 else MOST_LEAD_FLOAT32_LAYERNORM
     return min(most, round(4 * LEAD_BYTES / bytes_of_steps))
 
 
