@@ -3,6 +3,9 @@
 Machines without a GPU cannot run the GPU tests. A record that is committed beside the tests, made by
 ``pytest -m gpu --gpu-record tests/gpu_record.json`` on a machine with a GPU, stands in for them: `problems` says
 what keeps a record from vouching for the tree that it lies in.
+
+Runs of parts, at the same time or one after the other, of whole files or functions, make one record together:
+``python tests/gpu_record.py PART… > tests/gpu_record.json``.
 """
 
 from __future__ import annotations
@@ -63,6 +66,25 @@ def problems(record: dict[str, Any], digest: str, nodeids: list[str]) -> list[st
     if (ran := record["passed"] + record["failed"] + record["skipped"]) != record["collected"]:
         found.append(f"{record['collected']} GPU tests were collected in it, but {ran} have a result")
     return found
+
+
+def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The record of several runs on one machine over the same sources, no test function in two of them."""
+    counts, lists = ("collected", "passed", "failed", "skipped"), ("failures", "functions")
+    added = {"date_utc", "skip_reasons", *counts, *lists}
+    first = {key: value for key, value in parts[0].items() if key not in added}
+    skip_reasons: Counter[str] = Counter()
+    for part in parts:
+        if {key: value for key, value in part.items() if key not in added} != first:
+            raise ValueError("the parts are of different machines, versions or sources")
+        skip_reasons.update(part["skip_reasons"])
+    functions = [function for part in parts for function in part["functions"]]
+    if len(set(functions)) != len(functions):
+        raise ValueError(f"in two parts: {', '.join(sorted(f for f, n in Counter(functions).items() if n > 1))}")
+    whole = {key: sum(part[key] for part in parts) for key in counts}
+    whole |= {key: sorted(entry for part in parts for entry in part[key]) for key in lists}
+    whole |= {"date_utc": max(part["date_utc"] for part in parts), "skip_reasons": dict(sorted(skip_reasons.items()))}
+    return {key: first.get(key, whole.get(key)) for key in parts[0]}
 
 
 class Recorder:
@@ -132,3 +154,9 @@ def _driver() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return None
+
+
+if __name__ == "__main__":
+    import sys
+
+    print(json.dumps(together([json.loads(Path(path).read_text()) for path in sys.argv[1:]]), indent=2))

@@ -236,7 +236,7 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int, dtype: s
             many = {norm: dict.fromkeys(leads, closest) for norm, leads in config.LEAD_FORWARD_MANY.items()}
             monkeypatch.setattr(config, "LEAD_FORWARD_MANY", many)
             monkeypatch.setattr(config, "MOST_LEAD_OF_STAGES", {})
-            for name in ("LEAD_FORWARD", "MOST_LEAD", "MOST_LEAD_OF_MORE_STAGES"):
+            for name in ("LEAD_FORWARD", "MOST_LEAD", "MOST_LEAD_FLOAT32_LAYERNORM", "MOST_LEAD_OF_MORE_STAGES"):
                 monkeypatch.setattr(config, name, closest)
         asked.clear()
         dispatch.plan_of.cache_clear()

@@ -8,7 +8,17 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from gpu_record import HOW_TO, NEEDS_TWO_DEVICES, RECORD, ROOT, Recorder, function_name, problems, source_digest
+from gpu_record import (
+    HOW_TO,
+    NEEDS_TWO_DEVICES,
+    RECORD,
+    ROOT,
+    Recorder,
+    function_name,
+    problems,
+    source_digest,
+    together,
+)
 
 GOOD = {
     "sources_sha256": "d",
@@ -81,6 +91,23 @@ def test_the_recorder_counts_each_test_once(tmp_path) -> None:
     assert record["failures"] == ["tests/test_a.py::test_one[1]"]
     assert record["skip_reasons"] == {NEEDS_TWO_DEVICES: 1}
     assert record["functions"] == ["test_a.py::test_one", "test_a.py::test_two"]
+
+
+def test_parts_make_one_record() -> None:
+    first = {"date_utc": "2", "device": "a device", **GOOD}
+    second = first | {
+        **{"date_utc": "1", "collected": 4, "passed": 1, "failed": 1, "skipped": 2},
+        **{"failures": ["b"], "skip_reasons": {NEEDS_TWO_DEVICES: 1, "a": 1}, "functions": ["test_b.py::test_one"]},
+    }
+    assert together([first, second]) == first | {
+        **{"collected": 7, "passed": 3, "failed": 1, "skipped": 3},
+        **{"failures": ["b"], "skip_reasons": {NEEDS_TWO_DEVICES: 2, "a": 1}},
+        "functions": ["test_a.py::test_one", "test_a.py::test_two", "test_b.py::test_one"],
+    }
+    assert list(together([first, second])) == list(first)
+    for change in ({"device": "another"}, {"sources_sha256": "other"}, {"functions": ["test_a.py::test_two"]}):
+        with pytest.raises(ValueError, match=r"the parts are of different|in two parts: test_a\.py::test_two"):
+            together([first, second | change])
 
 
 def test_function_names_leave_out_folder_and_parameters() -> None:
