@@ -5,7 +5,8 @@ Machines without a GPU cannot run the GPU tests. A record that is committed besi
 what keeps a record from vouching for the tree that it lies in.
 
 Runs of parts, at the same time or one after the other, of whole files or functions, make one record together:
-``python tests/gpu_record.py PART… > tests/gpu_record.json``.
+``python tests/gpu_record.py PART… > tests/gpu_record.json``. And where the fault is a test's, not the sources', a later
+run over the same sources, of all of that test function's cases, stands for what failed: ``--again LATER``.
 """
 
 from __future__ import annotations
@@ -87,6 +88,20 @@ def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: first.get(key, whole.get(key)) for key in parts[0]}
 
 
+def made_good(record: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """The record with the test functions that failed in it as a later run found them, which it names."""
+    functions = sorted({function_name(nodeid) for nodeid in record["failures"]})
+    if later["sources_sha256"] != record["sources_sha256"]:
+        raise ValueError("the later run is of other sources")
+    if missing := sorted(set(functions) - set(later["functions"])):
+        raise ValueError(f"the later run lacks {', '.join(missing)}")
+    if still := sorted(set(functions) & {function_name(nodeid) for nodeid in later["failures"]}):
+        raise ValueError(f"failed again: {', '.join(still)}")
+    again = {"date_utc": later["date_utc"], "functions": functions, "failures_before": record["failures"]}
+    passed = record["passed"] + len(record["failures"])
+    return record | {"passed": passed, "failed": 0, "failures": [], "run_again": again}
+
+
 class Recorder:
     """Pytest plugin: counts the GPU tests of a run and writes the record at its end."""
 
@@ -156,7 +171,18 @@ def _driver() -> str | None:
         return None
 
 
-if __name__ == "__main__":
-    import sys
+def main() -> None:
+    import argparse
 
-    print(json.dumps(together([json.loads(Path(path).read_text()) for path in sys.argv[1:]]), indent=2))
+    parser = argparse.ArgumentParser(description="Print the record that records of parts make together.")
+    parser.add_argument("parts", nargs="+", type=Path, metavar="PART")
+    parser.add_argument("--again", type=Path, metavar="LATER", help="a later run of the test functions that failed")
+    options = parser.parse_args()
+    record = together([json.loads(path.read_text()) for path in options.parts])
+    if options.again:
+        record = made_good(record, json.loads(options.again.read_text()))
+    print(json.dumps(record, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -398,6 +398,7 @@ def test_blocks_that_start_late(cupy: Any, norm: str, columns: int, free: int, m
     expected = backward(norm, tensors, has_bias=True)
     outs = [empty_results(cupy, tensors) for _ in range(3)]
     held, stream = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()  # these streams do not wait for what fills the results with NaN
     with stream:
         backward(norm, tensors, has_bias=True, out=outs[0])
     cupy.cuda.Device().synchronize()

@@ -15,6 +15,7 @@ from gpu_record import (
     ROOT,
     Recorder,
     function_name,
+    made_good,
     problems,
     source_digest,
     together,
@@ -108,6 +109,22 @@ def test_parts_make_one_record() -> None:
     for change in ({"device": "another"}, {"sources_sha256": "other"}, {"functions": ["test_a.py::test_two"]}):
         with pytest.raises(ValueError, match=r"the parts are of different|in two parts: test_a\.py::test_two"):
             together([first, second | change])
+
+
+def test_a_later_run_of_a_function_that_failed_makes_it_good() -> None:
+    failed = ["tests/test_a.py::test_two[1]"]
+    record = {"date_utc": "1", **GOOD, "passed": 1, "failed": 1, "failures": failed}
+    later = {"date_utc": "2", **GOOD, "failed": 1, "failures": ["tests/test_a.py::test_one[1]"]}
+    good = made_good(record, later)
+    assert problems(good, "d", NODEIDS) == []
+    assert good["run_again"] == {"date_utc": "2", "functions": ["test_a.py::test_two"], "failures_before": failed}
+    for change, message in (
+        ({"sources_sha256": "other"}, "of other sources"),
+        ({"functions": ["test_a.py::test_one"]}, r"lacks test_a\.py::test_two"),
+        ({"failures": ["tests/test_a.py::test_two[2]"]}, r"failed again: test_a\.py::test_two"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made_good(record, later | change)
 
 
 def test_function_names_leave_out_folder_and_parameters() -> None:
