@@ -15,6 +15,7 @@ import hashlib
 import json
 import platform
 import subprocess
+import sys
 from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
@@ -69,37 +70,61 @@ def problems(record: dict[str, Any], digest: str, nodeids: list[str]) -> list[st
     return found
 
 
+_COUNTS, _LISTS = ("collected", "passed", "failed", "skipped"), ("failures", "functions")
+_OF_RESULTS = {"date_utc", "skip_reasons", *_COUNTS, *_LISTS}  # the rest says what ran where
+
+
 def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The record of several runs on one machine over the same sources, no test function in two of them."""
-    counts, lists = ("collected", "passed", "failed", "skipped"), ("failures", "functions")
-    added = {"date_utc", "skip_reasons", *counts, *lists}
-    first = {key: value for key, value in parts[0].items() if key not in added}
+    first = {key: value for key, value in parts[0].items() if key not in _OF_RESULTS}
     skip_reasons: Counter[str] = Counter()
     for part in parts:
-        if {key: value for key, value in part.items() if key not in added} != first:
+        if {key: value for key, value in part.items() if key not in _OF_RESULTS} != first:
             raise ValueError("the parts are of different machines, versions or sources")
         skip_reasons.update(part["skip_reasons"])
     functions = [function for part in parts for function in part["functions"]]
     if len(set(functions)) != len(functions):
         raise ValueError(f"in two parts: {', '.join(sorted(f for f, n in Counter(functions).items() if n > 1))}")
-    whole = {key: sum(part[key] for part in parts) for key in counts}
-    whole |= {key: sorted(entry for part in parts for entry in part[key]) for key in lists}
+    whole = {key: sum(part[key] for part in parts) for key in _COUNTS}
+    whole |= {key: sorted(entry for part in parts for entry in part[key]) for key in _LISTS}
     whole |= {"date_utc": max(part["date_utc"] for part in parts), "skip_reasons": dict(sorted(skip_reasons.items()))}
     return {key: first.get(key, whole.get(key)) for key in parts[0]}
 
 
-def made_good(record: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """The record with the test functions that failed in it as a later run found them, which it names."""
+def made_good(record: dict[str, Any], later: dict[str, Any], nodeids: list[str]) -> dict[str, Any]:
+    """The record with the test functions that failed in it as a later run found them, which it names.
+
+    The later run is of the same sources and versions on such a device, of all cases of its functions among `nodeids`,
+    the tree's GPU tests; it skips nothing that the record did not skip.
+    """
     functions = sorted({function_name(nodeid) for nodeid in record["failures"]})
-    if later["sources_sha256"] != record["sources_sha256"]:
-        raise ValueError("the later run is of other sources")
+    whole = sum(function_name(nodeid) in later["functions"] for nodeid in nodeids)
+    ran = later["passed"] + later["failed"] + later["skipped"]
+    skips = later["skip_reasons"].items()
+    if any(later.get(key) != value for key, value in record.items() if key not in _OF_RESULTS):
+        raise ValueError("the later run is of another machine, versions or sources")
+    if later["date_utc"] <= record["date_utc"]:
+        raise ValueError("the later run is not later")
+    if not whole == later["collected"] == ran:
+        raise ValueError(f"the later run has {ran} results of {later['collected']} tests, the tree has {whole}")
+    if any(count > record["skip_reasons"].get(reason, 0) for reason, count in skips):
+        raise ValueError("the later run skipped what the record did not")
     if missing := sorted(set(functions) - set(later["functions"])):
         raise ValueError(f"the later run lacks {', '.join(missing)}")
     if still := sorted(set(functions) & {function_name(nodeid) for nodeid in later["failures"]}):
         raise ValueError(f"failed again: {', '.join(still)}")
     again = {"date_utc": later["date_utc"], "functions": functions, "failures_before": record["failures"]}
+    again["failures_of_others"] = later["failures"]
     passed = record["passed"] + len(record["failures"])
     return record | {"passed": passed, "failed": 0, "failures": [], "run_again": again}
+
+
+def collect_gpu_tests() -> list[str]:
+    """The ids of the tree's GPU tests, as a run of all of them would collect them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return [line for line in result.stdout.splitlines() if "::" in line]
 
 
 class Recorder:
@@ -180,7 +205,7 @@ def main() -> None:
     options = parser.parse_args()
     record = together([json.loads(path.read_text()) for path in options.parts])
     if options.again:
-        record = made_good(record, json.loads(options.again.read_text()))
+        record = made_good(record, json.loads(options.again.read_text()), collect_gpu_tests())
     print(json.dumps(record, indent=2))
 
 

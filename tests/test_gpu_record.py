@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ from gpu_record import (
     RECORD,
     ROOT,
     Recorder,
+    collect_gpu_tests,
     function_name,
     made_good,
     problems,
@@ -32,14 +32,6 @@ GOOD = {
     "functions": ["test_a.py::test_one", "test_a.py::test_two"],
 }
 NODEIDS = ["tests/test_a.py::test_one[1]", "tests/test_a.py::test_one[2]", "tests/test_a.py::test_two"]
-
-
-def collect_gpu_tests() -> list[str]:
-    """The ids of the tree's GPU tests, as a run of all of them would collect them."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return [line for line in result.stdout.splitlines() if "::" in line]
 
 
 def test_the_committed_record_vouches_for_this_tree(request: pytest.FixtureRequest) -> None:
@@ -112,19 +104,38 @@ def test_parts_make_one_record() -> None:
 
 
 def test_a_later_run_of_a_function_that_failed_makes_it_good() -> None:
-    failed = ["tests/test_a.py::test_two[1]"]
-    record = {"date_utc": "1", **GOOD, "passed": 1, "failed": 1, "failures": failed}
-    later = {"date_utc": "2", **GOOD, "failed": 1, "failures": ["tests/test_a.py::test_one[1]"]}
-    good = made_good(record, later)
+    failed, others = ["tests/test_a.py::test_two"], ["tests/test_a.py::test_one[1]"]
+    record = {"date_utc": "1", "device": "a device", **GOOD, "passed": 1, "failed": 1, "failures": failed}
+    later = record | {"date_utc": "2", "failures": others}
+    good = made_good(record, later, NODEIDS)
     assert problems(good, "d", NODEIDS) == []
-    assert good["run_again"] == {"date_utc": "2", "functions": ["test_a.py::test_two"], "failures_before": failed}
+    names = ["test_a.py::test_two"]
+    again = {"date_utc": "2", "functions": names, "failures_before": failed, "failures_of_others": others}
+    assert good["run_again"] == again
+    none = {"passed": 0, "failed": 0, "skipped": 0, "failures": [], "skip_reasons": {}}
     for change, message in (
-        ({"sources_sha256": "other"}, "of other sources"),
-        ({"functions": ["test_a.py::test_one"]}, r"lacks test_a\.py::test_two"),
-        ({"failures": ["tests/test_a.py::test_two[2]"]}, r"failed again: test_a\.py::test_two"),
+        ({"sources_sha256": "other"}, "of another machine, versions or sources"),
+        ({"device": "another"}, "of another machine, versions or sources"),
+        ({"date_utc": "1"}, "is not later"),
+        (none, "has 0 results of 3 tests, the tree has 3"),
+        (none | {"collected": 1, "passed": 1}, "has 1 results of 1 tests, the tree has 3"),
+        ({"passed": 0, "skipped": 2, "skip_reasons": {NEEDS_TWO_DEVICES: 2}}, "skipped what the record did not"),
+        (
+            {"passed": 0, "skipped": 2, "skip_reasons": {NEEDS_TWO_DEVICES: 1, "a": 1}},
+            "skipped what the record did not",
+        ),
+        ({"functions": names, "collected": 1, "failed": 0, "failures": [], "skipped": 0}, None),
+        (
+            {"functions": ["test_a.py::test_one"], "collected": 2, "failed": 0, "failures": []},
+            "lacks test_a.py::test_two",
+        ),
+        ({"failures": failed}, "failed again: test_a.py::test_two"),
     ):
-        with pytest.raises(ValueError, match=message):
-            made_good(record, later | change)
+        if message is None:
+            assert made_good(record, later | change, NODEIDS)["failed"] == 0
+        else:
+            with pytest.raises(ValueError, match=re.escape(message)):
+                made_good(record, later | change, NODEIDS)
 
 
 def test_function_names_leave_out_folder_and_parameters() -> None:
