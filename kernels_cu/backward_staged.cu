@@ -122,8 +122,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
 
     const BlockShare share(a);
     const RowWalk walk(share, a.rows, a.steps, row_blocks / kCluster);
-    const RingPart<X> x_part(a, share, a.x, a.x_row_stride, 0, a.read_once);
-    const RingPart<Dy> dy_part(a, share, a.dy, a.dy_row_stride, x_part.part_bytes, a.read_once);
+    const RingPart<X, true> x_part(a, share, a.x, a.x_row_stride, 0, a.read_once);
+    const RingPart<Dy, true> dy_part(a, share, a.dy, a.dy_row_stride, x_part.part_bytes, a.read_once);
     char* const w_shared = shared + ColumnSums::shared_bytes(blockDim.x);
     char* const places = w_shared + Weights::shared_bytes(blockDim.x);
     const Ring ring(places, state, share, a.stages, x_part.part_bytes + dy_part.part_bytes, a.rows);

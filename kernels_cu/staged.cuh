@@ -117,19 +117,20 @@ struct RingPlace {
     }
 };
 
-// One array's part of every place in a ring, and where in it the thread's team has its own.
-template <class T> struct RingPart {
+// One array's part of every place in a ring, and where in it the thread's team has its own. With kHints the L2 cache is told
+// what becomes of its lines (the forward pass, where it never matters, took up to 1% more with a hint that says nothing).
+template <class T, bool kHints> struct RingPart {
     const T* source;  // the team's columns of row 0
     int64 row_stride;
     int offset;      // of the team's own, from a place's start
     int part_bytes;  // of the whole block
-    bool read_once;  // need not stay in the L2 cache: see READ_ONCE_BYTES of config.py
+    unsigned long long policy;  // of the L2 cache
 
     template <class Arguments>
     __device__ RingPart(const Arguments& a, const BlockShare& share, const T* base, int64 row_stride, int part_offset,
                         bool read_once = false)
         : source(base + share.team_group * row_stride + share.first_column + share.team_column), row_stride(row_stride),
-          read_once(read_once) {
+          policy(kHints ? cache_policy(read_once) : 0) {
         const int bytes = share.groups * a.slab_columns * int(sizeof(T));
         static_assert(kVector > 1 || kMaxTeams == 1, "there is room for the words that cover one team's rows");
         part_bytes = (bytes + (kVector > 1 ? 0 : 128) + 127) / 128 * 128;
@@ -150,7 +151,7 @@ template <class T> struct RingPart {
         const int before = lead(row) % 16;
         const char* const start = reinterpret_cast<const char*>(source + row * row_stride) - before;
         const SharedAddress target = place + offset + lead(row) - before;
-        if (read_once) bulk_copy_once(target, start, copy_bytes(row, elements), full);
+        if constexpr (kHints) bulk_copy(target, start, copy_bytes(row, elements), full, policy);
         else bulk_copy(target, start, copy_bytes(row, elements), full);
     }
     // Where the thread's group has its row in a place, as if that began at the block's first column.
@@ -202,14 +203,16 @@ struct Ring {
         const int j = share.team_thread;
         if (first_steps <= j && j < minimum(stages, walk.end) && share.team_columns) fill(j, walk.row(j), parts...);
     }
-    // By every thread of a warp that is done with step j, at `place`.
+    // By every thread of a warp that is done with step j, at `place`. The last warp's way from its arrival to the copies is one
+    // that all others wait for: it is kept short.
     template <class Walk, class Pace, class... Part>
     __device__ void fill_again(const RingPlace& place, const Walk& walk, int j, const Pace& pace,
                                const Part&... parts) const {
         __syncwarp();
         const bool more = walk.has(j + stages) && share.team_columns;
-        if (threadIdx.x % 32 == 0 && more && done[place.stage * kMaxTeams].arrive_last()) {
-            pace.wait(j);
+        const unsigned seen = pace.seen();  // asked for before the arrival, whose time it takes
+        if (more && elect_lane() && done[place.stage * kMaxTeams].arrive_last()) {
+            pace.wait(j, seen);
             fill(place.stage, walk.row(j + stages), parts...);
         }
         pace.step_done(j, walk.end);
@@ -226,15 +229,16 @@ struct Ring {
 // long launch walkers keep pace: one that has `lead` / 4 steps less before it than the average asks for no more rows. Nobody
 // waits for long: another block may not even have started, and wait itself for what this one holds. No bits depend on it.
 //
-// The copy engine counts, and so no fence before a copy waits for it: by `red`, counting alone took 1 to 9% more (RMSNorm,
-// 1 GB), with db 4 to 22%. Still a count takes the time of the warp that asks for it, for which a row's other warps wait
-// (LayerNorm, 24 columns a thread, where a warp of its own counts: N=1536 261 → 246 us), and a place takes only so many. So
-// blocks count every second step: RMSNorm, 1 GB, N=7168 240.5 → 238.6 us, 14336 241.9 → 239.6, LayerNorm 1024 242.6 → 240.8,
-// with leads that were chosen anew. Every fourth, N=512 and 4096 took as long.
+// The copy engine counts: by `red`, counting alone took 1 to 9% more (RMSNorm, 1 GB), with db 4 to 22%. What pace adds to a
+// step is short, for a row's other warps wait for the warp that does it: LayerNorm, 24 columns a thread, N=3072, 1 GB, where
+// the compiler put loops over lanes around bulk copies and counts, and what others have done was read where it was needed,
+// took 261 us with pace and 245 without; as it is now, 243. A place takes only so many counts, so blocks count every second
+// step: RMSNorm, 1 GB, N=7168 240.5 → 238.6 us, 14336 241.9 → 239.6, LayerNorm 1024 242.6 → 240.8, with leads that were
+// chosen anew. Every fourth, N=512 and 4096 took as long.
 //
 // One place is the best average. But of LayerNorm's blocks that share a multiprocessor, 264 in all, it takes too many counts:
 // N=768 249 to 257 us, 243 in four places, each for a range of the blocks. Where in memory places lie matters, for a cause
-// that was not found: RMSNorm's N=512 read 241 to 248 us by four of them, at 22 addresses, and 242 to 244 by one.
+// that was not found: RMSNorm's N=512 read 241 to 248 us by four of them, at 22 addresses, and 242 to 246 by one.
 struct Pace {
     static constexpr int kMostTries = 16;  // each waits for the L2 cache
     // By every step LayerNorm took, 1 GB, N=256 247.3 us, not 248.6, 512 244.6, not 245.5; its forward pass, 32768, 168, not 179.
@@ -243,13 +247,18 @@ struct Pace {
     unsigned* counter;     // 16 bytes, of counts; it is at 0 again when all steps are done
     SharedAddress state;
     unsigned blocks;       // that count there; 0: no pace is kept
+    bool counts_here;      // by this warp, the block's first
     int slack;             // how far the steps that it counts may be behind `blocks` times those of this one
 
     template <class Arguments>
     __device__ Pace(const Arguments& a, StepCounter* counters, PaceState& shared, const RowWalk& walk,
                     const BlockShare& share)
-        : state(shared_address(&shared)), blocks(0) {
-        if (!a.lead) return;
+        : state(shared_address(&shared)), blocks(0), counts_here(false), slack(0) {
+        asm volatile("" : "+r"(state));  // found here, once
+        if (!a.lead) {
+            if (threadIdx.x == 0) shared.seen[0] = 0;
+            return;
+        }
         const unsigned walkers = gridDim.x / kCluster, walker = blockIdx.x / kCluster;
         const unsigned range = (walkers + a.step_counters - 1) >> log2_of(a.step_counters);  // walkers of a place
         unsigned first = 0;
@@ -261,6 +270,7 @@ struct Pace {
         const unsigned counts = ((all - longer) * counts_of(a.steps) + longer * counts_of(a.steps + 1)) * kCluster;
         counter = counters->steps;
         blocks = all * kCluster;
+        counts_here = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 0;  // all lanes agree: see BlockShare
         // Half of the steps since a block's last count are done on average.
         slack = int((a.lead + 2 * (kStepsACount - 1)) * blocks / 4) + int(walk.end * blocks - steps);
         if (threadIdx.x != 0) return;
@@ -277,49 +287,58 @@ struct Pace {
 
     // By every thread of a warp that is done with step j of `end`.
     __device__ void step_done(int j, int end) const {
-        if (!blocks || threadIdx.x != 0) return;
+        if (!counts_here || !elect_lane()) return;
         if (unsigned(j + 1) % kStepsACount == 0 || j + 1 == end) bulk_count(counter, state + PaceState::kLast);
         copy_16_bytes(state, counter);
     }
-    // By the thread that asks for more when step j is done. All in one piece: over a loop, the compiler no longer knows
-    // that a warp's lanes agree, and takes 40 registers more.
-    __device__ void wait(int j) const {
-        if (!blocks) return;
+    // What the counter held a step ago or two.
+    __device__ unsigned seen() const {
+        unsigned counts;
+        asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(counts) : "r"(state) : "memory");
+        return counts;
+    }
+    // By the thread that asks for more when step j is done, of which the others wait for this one. All in one piece: over a
+    // loop, the compiler no longer knows that a warp's lanes agree, and takes 40 registers more.
+    __device__ void wait(int j, unsigned seen) const {
         asm volatile(
             "{\n"
             ".reg .pred given_up, behind, again;\n"
             ".reg .u32 flag, seen, tries;\n"
             ".reg .s32 ahead;\n"
+            "mul.lo.u32 seen, %6, %5;\n"
+            "sub.s32 ahead, %1, seen;\n"
+            "setp.le.s32 behind, ahead, 0;\n"
+            "@behind bra done;\n"
             "ld.volatile.shared.u32 flag, [%0 + %3];\n"
-            "ld.volatile.shared.u32 seen, [%0];\n"
             "setp.ne.u32 given_up, flag, 0;\n"
             "@given_up bra done;\n"
             "mov.u32 tries, %4;\n"
             "more:\n"
+            "ld.relaxed.gpu.global.u32 seen, [%2];\n"
             "mul.lo.u32 seen, seen, %5;\n"
             "sub.s32 ahead, %1, seen;\n"
             "setp.le.s32 behind, ahead, 0;\n"
             "@behind bra done;\n"
-            "ld.relaxed.gpu.global.u32 seen, [%2];\n"
             "sub.u32 tries, tries, 1;\n"
             "setp.ne.u32 again, tries, 0;\n"
             "@again bra more;\n"
             "st.volatile.shared.u32 [%0 + %3], 1;\n"
             "done:\n"
             "}\n" ::"r"(state), "r"((j + 1) * blocks - slack), "l"(counter), "n"(PaceState::kGivenUp),
-            "n"(kMostTries), "n"(kStepsACount)
+            "n"(kMostTries), "n"(kStepsACount), "r"(seen)
             : "memory");
     }
     // Before the block leaves: nothing reads or writes its shared memory any more.
     __device__ void finish() const {
-        if (blocks && threadIdx.x == 0) wait_for_counts();
+        if (counts_here && elect_lane()) wait_for_counts();
     }
 };
 template <bool kKept> struct PaceOf : Pace { using Pace::Pace; };
 template <> struct PaceOf<false> {
     template <class... Any> __device__ PaceOf(const Any&...) {}
     __device__ void step_done(int, int) const {}
-    __device__ void wait(int) const {}
+    __device__ unsigned seen() const { return 0; }
+    __device__ void wait(int, unsigned) const {}
     __device__ void finish() const {}
 };
 
