@@ -1,0 +1,178 @@
+"""What the parts of a backward call take, on a CUDA device: the same calls with parts of their kernels left out.
+
+    python asv_bench/parts.py [--only N,…] [--sizes MB,…] [--csv FILE]
+
+Copies of this checkout are altered in backward_staged.cu, and each is timed in a process of its own, as in
+`cupynorm.bench`. What altered kernels compute is wrong, and nobody looks at it:
+
+    whole        as it is
+    no sums      no first halves, and no wait for a row's sums: dw and db are zeros, which go the same way in the end
+    copies       beside that x + dy in place of dx, no w, no statistics: what moving the data takes by the same ring
+    arithmetic   nothing is copied into the ring, nor waited for: all of the arithmetic, on whatever lies there
+
+"dx" is a call that asks for dx alone, so that nothing is added up in the end; what a whole call takes beyond that is
+the price of dw and db. "bound" is what roofline.py holds a whole call against. Where blocks of their own sum dw and db
+(little data; column_blocks.cuh), these do as always.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cupynorm import bench, report
+
+ROOT = Path(__file__).resolve().parent.parent
+ALTERED = "kernels_cu/backward_staged.cu"
+OPS = ("rmsnorm_backward", "layernorm_backward")
+
+NO_SUMS = (
+    ("exchange.collect(j, before.posted)", "Sums<Compute>{Compute(0), Compute(0)}"),
+    (
+        """            if (now.active) {
+                staged_row(now.place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool) {
+                    first_half<true, true>(partial, &column_sums, k, x, dy, w, now.row);
+                });
+            }
+            now.posted = exchange.post(partial, j, share.thread);
+""",
+        "            now.posted = partial;\n",
+    ),
+)
+COPIES = (
+    (
+        "second_half(dx + k * own.step(), holds, k, x, dy, w, before.row, coefficients);",
+        """XVector sum;
+                for (int i = 0; i < XVector::kWords; ++i) {
+                    const auto &a = x.words[i], &b = dy.words[i];
+                    sum.words[i] = {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+                }
+                if (holds) sum.store_streaming(dx + k * own.step());""",
+    ),
+    ("now.row = statistics.of(a, first_row, walk.step, j);", "now.row.rstd = 1;"),
+    ("    statistics.load_next(a, first_row, walk.step, 0);\n", ""),
+    (
+        "    const ColumnsAhead w_ahead(state, share, a.w, a.w_code, shared, ColumnSums::shared_bytes(blockDim.x));\n",
+        "",
+    ),
+    ("    w_ahead.wait();\n    w.load(w_ahead.source, a.w_code, own, w_shared);\n", ""),
+)
+ARITHMETIC = (
+    ("now.active = ring.wait(now.place) && (kManyColumns || j < own_count);", "now.active = j < own_count;"),
+    ("    ring.start(walk, kFirstSteps, x_part, dy_part);\n", "    ring.start(walk, 0, x_part, dy_part);\n"),
+    ("    ring.start_others(walk, kFirstSteps, x_part, dy_part);\n", ""),
+    ("            ring.fill_again(before.place, walk, j - 1, pace, x_part, dy_part);\n", "            __syncwarp();\n"),
+)
+
+
+class Part(NamedTuple):
+    """A copy of the kernels: each text of the file, which is there once, is replaced by another."""
+
+    name: str
+    edits: tuple[tuple[str, str], ...] = ()
+
+    def of(self, source: str) -> str:
+        for before, after in self.edits:
+            if source.count(before) != 1:
+                raise ValueError(f"{ALTERED} does not have this once, which parts.py replaces: {before.strip()!r}")
+            source = source.replace(before, after)
+        return source
+
+
+PARTS = (
+    Part("whole"),
+    Part("no sums", NO_SUMS),
+    Part("copies", NO_SUMS + COPIES),
+    Part("arithmetic", ARITHMETIC),
+)
+HEAD = ["op", "rows x N", "T us", "bound us"]
+HEAD += [f"{part.name}: {what}" for part in PARTS for what in ("us", "dx us")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from cupynorm import cli
+
+    options = parse(arguments)
+    return cli.guarded("parts.py", lambda: run(options, sys.argv[1:] if arguments is None else arguments))
+
+
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from compare import one_turn
+    from roofline import bound_seconds, by_data, inputs_of
+
+    from cupynorm import cli
+
+    rows = [row for op in OPS for row in by_data(op, options.only, options.sizes, "bfloat16")]
+    with ExitStack() as files:
+        target = cli.writable(files, "--csv", options.csv)
+        cupy, reason = cli.usable_cupy()
+        if cupy is None:
+            raise cli.UsageError(f"a CUDA device and CuPy are needed: {reason}")
+        if options.turn is not None:
+            times = [both_us(row.case, inputs_of(row, cupy), cupy) for row in rows]
+            print(json.dumps([str(Path(bench.__file__).resolve()), times]))
+            return 0
+        measured = []
+        for part in report.progress(PARTS, lambda part: part.name):
+            with altered(part) as folder:
+                measured.append(one_turn(__file__, folder, PARTS.index(part), arguments))
+        lines = []
+        for row, *parts in zip(rows, *measured, strict=True):
+            whole = bench.measure_case(row.case, inputs_of(row, cupy), xp=cupy)
+            limits = (whole.triad_seconds * 1e6, bound_seconds(row, whole, cupy) * 1e6)
+            times = [time for both in parts for time in both]
+            lines.append([row.case.op, row.case.shape, *(f"{time:.1f}" for time in (*limits, *times))])
+        if target:
+            with target.open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([HEAD, *lines])
+    print(f"{bench.device_name(cupy)}; bfloat16, w in float32\n")
+    print(report.table(HEAD, lines))
+    return 0
+
+
+@contextmanager
+def altered(part: Part) -> Iterator[Path]:
+    """A folder with a copy of this checkout's sources, altered."""
+    from compare import SOURCES
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for source in SOURCES:
+            shutil.copytree(ROOT / source, folder / source)
+        path = folder / ALTERED
+        path.write_text(part.of(path.read_text(encoding="utf-8")), encoding="utf-8")
+        yield folder
+
+
+def both_us(case: bench.Case, inputs: dict[str, Any], cupy: Any) -> list[float]:
+    """Of the call, and of one that asks for dx alone."""
+    alone = (True, False, False)[: 3 if case.has_bias else 2]
+    masks = ({}, {"output_mask": alone})
+    return [bench.time_call(lambda mask=mask: bench.call(case, inputs | mask), cupy) * 1e6 for mask in masks]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    from cupynorm import cli
+
+    def listed(convert: type) -> Any:
+        return lambda text: tuple(cli.positive(item, convert) for item in text.split(","))
+
+    parser = cli.Parser(prog="parts.py", description="Time backward calls with parts of their kernels left out.")
+    columns, sizes = (1024, 4096, 16384), (25.0, 100.0)
+    parser.add_argument("--only", type=listed(int), default=columns, metavar="N,…", help="default: 1024,4096,16384")
+    parser.add_argument("--sizes", type=listed(float), default=sizes, metavar="MB,…", help="default: 25,100")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
+    parser.add_argument("--turn", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
