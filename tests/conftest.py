@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_record import Recorder, environment
+from gpu_record import Recorder, environment, function_name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-record", metavar="PATH", type=Path, help="write a record of this run's GPU tests to PATH")
+    words = "leave out the GPU tests that this record has"
+    parser.addoption("--gpu-record-has", metavar="PART", type=Path, action="append", default=[], help=words)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,7 +31,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Recorder(path, environment()), "gpu-recorder")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    parts = [json.loads(path.read_text()) for path in config.getoption("--gpu-record-has")]
+    recorded = {name for part in parts for name in part["functions"]}
+    left_out = [item for item in items if item.get_closest_marker("gpu") and function_name(item.nodeid) in recorded]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        kept = set(items) - set(left_out)
+        items[:] = [item for item in items if item in kept]
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and (reason := gpu_missing()):
         for item in gpu_items:

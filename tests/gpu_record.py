@@ -5,8 +5,10 @@ Machines without a GPU cannot run the GPU tests. A record that is committed besi
 what keeps a record from vouching for the tree that it lies in.
 
 Runs of parts, at the same time or one after the other, of whole files or functions, make one record together:
-``python tests/gpu_record.py PART… > tests/gpu_record.json``. And where the fault is a test's, not the sources', a later
-run over the same sources, of all of that test function's cases, stands for what failed: ``--again LATER``.
+``python tests/gpu_record.py PART… > tests/gpu_record.json``. A run that is cut off leaves the record of the test
+functions that it was through with; ``pytest -m gpu --gpu-record REST --gpu-record-has PART`` runs the others. And where
+the fault is a test's, not the sources', a later run over the same sources, of all of that test function's cases, stands
+for what failed: ``--again LATER``.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import platform
 import subprocess
 import sys
+import time
 from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
@@ -119,25 +122,31 @@ def made_good(record: dict[str, Any], later: dict[str, Any], nodeids: list[str])
     return record | {"passed": passed, "failed": 0, "failures": [], "run_again": again}
 
 
-def collect_gpu_tests() -> list[str]:
-    """The ids of the tree's GPU tests, as a run of all of them would collect them."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
+def collect_gpu_tests(*options: str) -> list[str]:
+    """The ids of the tree's GPU tests, as a run of all of them, with more options perhaps, would collect them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += [*options, "tests"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return [line for line in result.stdout.splitlines() if "::" in line]
 
 
 class Recorder:
-    """Pytest plugin: counts the GPU tests of a run and writes the record at its end."""
+    """Pytest plugin: counts the GPU tests of a run and writes the record at its end, and, in case it is cut off before,
+    every `seconds` that of the test functions of which all cases have run."""
 
-    def __init__(self, path: Path, environment: dict[str, Any]) -> None:
-        self.path, self.environment = path, environment
+    def __init__(self, path: Path, environment: dict[str, Any], seconds: float = 10.0) -> None:
+        self.path, self.environment, self.seconds = path, environment, seconds
+        self.sources = source_digest(ROOT)  # at the beginning: what changes meanwhile is not what ran
         self.collected: set[str] = set()
         self.outcomes: dict[str, str] = {}
-        self.skip_reasons: Counter[str] = Counter()
+        self.skip_reasons: dict[str, str] = {}
+        self.left: Counter[str] = Counter()  # cases of a function
+        self.written = time.monotonic()
 
     def pytest_collection_finish(self, session: Any) -> None:
         self.collected = {item.nodeid for item in session.items if item.get_closest_marker("gpu")}
+        self.left = Counter(map(function_name, self.collected))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.nodeid not in self.collected:
@@ -147,23 +156,39 @@ class Recorder:
         elif report.skipped:
             self.outcomes[report.nodeid] = "skipped"
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            self.skip_reasons[reason.removeprefix("Skipped: ")] += 1
+            self.skip_reasons[report.nodeid] = reason.removeprefix("Skipped: ")
         elif report.when == "call":
             self.outcomes.setdefault(report.nodeid, "passed")
 
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        if nodeid not in self.collected:
+            return
+        self.left[function_name(nodeid)] -= 1
+        if self.left[function_name(nodeid)] == 0 and time.monotonic() >= self.written + self.seconds:
+            self.write({case for case in self.collected if self.left[function_name(case)] == 0})
+
     def pytest_sessionfinish(self) -> None:
-        counts = Counter(self.outcomes.values())
+        self.write(self.collected)
+
+    def write(self, cases: set[str]) -> None:
+        """The record of these of the cases that were collected."""
+        outcomes = {nodeid: outcome for nodeid, outcome in self.outcomes.items() if nodeid in cases}
+        counts = Counter(outcomes.values())
+        skip_reasons = Counter(reason for nodeid, reason in self.skip_reasons.items() if nodeid in cases)
         record = {
             "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             **self.environment,
-            "sources_sha256": source_digest(ROOT),
-            "collected": len(self.collected),
+            "sources_sha256": self.sources,
+            "collected": len(cases),
             **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
-            "failures": sorted(nodeid for nodeid, outcome in self.outcomes.items() if outcome == "failed"),
-            "skip_reasons": dict(sorted(self.skip_reasons.items())),
-            "functions": sorted({function_name(nodeid) for nodeid in self.collected}),
+            "failures": sorted(nodeid for nodeid, outcome in outcomes.items() if outcome == "failed"),
+            "skip_reasons": dict(sorted(skip_reasons.items())),
+            "functions": sorted({function_name(nodeid) for nodeid in cases}),
         }
-        self.path.write_text(json.dumps(record, indent=2) + "\n")
+        unfinished = self.path.with_name(self.path.name + ".new")
+        unfinished.write_text(json.dumps(record, indent=2) + "\n")
+        unfinished.replace(self.path)  # a run that is cut off just now leaves the one before
+        self.written = time.monotonic()
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         terminalreporter.write_line(f"GPU record of {len(self.collected)} tests written to {self.path}")

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from typing import Any, NamedTuple
 
+import compiling
 import pytest
 from compiling import (
     COMPUTE_CAPABILITIES,
@@ -206,3 +208,36 @@ def test_the_check_sees_a_spill_of_a_function_that_is_called(monkeypatch: pytest
     (spill,), wrong = compile_variant((9, 0), Variant("caller.cu", ("caller",), ()))
     assert not wrong
     assert spill[:4] == ("sm_90", "caller", (), 4096)
+
+
+def test_kernels_are_compiled_into_the_cache_on_all_cores(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from types import SimpleNamespace
+
+    cupy = pytest.importorskip("cupy")
+    asked = []
+
+    class Pool:
+        def __init__(self, processes: int, mp_context: object) -> None:
+            assert processes == len(os.sched_getaffinity(0))
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        map = staticmethod(lambda function, every, chunksize: map(function, every))
+
+    def kernel(*variant: object) -> SimpleNamespace:
+        asked.append(variant)
+        return SimpleNamespace(kernel=SimpleNamespace(ptr=1))
+
+    monkeypatch.setattr(compiling, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(compiling.module, "kernel", kernel)
+    monkeypatch.setattr(cupy.cuda, "Device", lambda: SimpleNamespace(compute_capability="90"))
+    assert compiling.main(["--cache"]) == 0
+    every = list(compiling.variants((9, 0)))
+    assert asked == [(variant.file, variant.kernels[0], variant.definitions) for variant in every]
+    assert capsys.readouterr().out == f"{len(every)} variants are in CuPy's cache\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +85,54 @@ def test_the_recorder_counts_each_test_once(tmp_path) -> None:
     assert record["failures"] == ["tests/test_a.py::test_one[1]"]
     assert record["skip_reasons"] == {NEEDS_TWO_DEVICES: 1}
     assert record["functions"] == ["test_a.py::test_one", "test_a.py::test_two"]
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_is_through_with(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "record.json", {"device": "a device"}, seconds=0)
+    items = [SimpleNamespace(nodeid=nodeid, get_closest_marker=lambda _: True) for nodeid in NODEIDS]
+    recorder.pytest_collection_finish(SimpleNamespace(items=items))
+
+    def run(nodeid: str, outcome: str) -> None:
+        flags = {flag: flag == outcome for flag in ("passed", "failed", "skipped")}
+        longrepr = ("file", 1, f"Skipped: {NEEDS_TWO_DEVICES}")
+        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, when="call", longrepr=longrepr, **flags))
+        recorder.pytest_runtest_logfinish(nodeid)
+
+    run("tests/test_b.py::test_without_the_mark", "failed")
+    run(NODEIDS[0], "failed")
+    run(NODEIDS[1], "skipped")
+    assert json.loads(recorder.path.read_text())["functions"] == ["test_a.py::test_one"]
+    cut_off = json.loads(recorder.path.read_text())
+    assert [cut_off[key] for key in ("collected", "passed", "failed", "skipped")] == [2, 0, 1, 1]
+    assert cut_off["failures"] == [NODEIDS[0]]
+    assert cut_off["skip_reasons"] == {NEEDS_TWO_DEVICES: 1}
+    recorder.seconds = 3600
+    run(NODEIDS[2], "passed")
+    assert json.loads(recorder.path.read_text()) == cut_off
+    recorder.pytest_sessionfinish()
+    whole = json.loads(recorder.path.read_text())
+    assert whole["functions"] == ["test_a.py::test_one", "test_a.py::test_two"]
+    assert [whole[key] for key in ("collected", "passed", "failed", "skipped")] == [3, 1, 1, 1]
+    assert list(tmp_path.iterdir()) == [recorder.path]
+
+
+def test_a_function_is_recorded_when_all_its_cases_have_run(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "record.json", {}, seconds=0)
+    items = [SimpleNamespace(nodeid=nodeid, get_closest_marker=lambda _: True) for nodeid in NODEIDS]
+    recorder.pytest_collection_finish(SimpleNamespace(items=items))
+    recorder.pytest_runtest_logfinish(NODEIDS[0])
+    assert not recorder.path.exists()
+
+
+def test_what_parts_have_is_left_out(tmp_path: Path) -> None:
+    every = collect_gpu_tests()
+    functions = sorted(set(map(function_name, every)))
+    parts = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, recorded in zip(parts, (functions[:3], functions[5:]), strict=True):
+        path.write_text(json.dumps({"functions": recorded}))
+    rest = collect_gpu_tests(*(f"--gpu-record-has={path}" for path in parts))
+    assert rest == [nodeid for nodeid in every if function_name(nodeid) in functions[3:5]]
+    assert rest
 
 
 def test_parts_make_one_record() -> None:
