@@ -108,6 +108,11 @@ constexpr bool kPublishesInLoop =
 constexpr int kFirstSteps =
     !kLayerNorm && kVector > 1 && sizeof(X) == 2 && sizeof(Dy) == 2 && !kManyColumns ? 2 : 1;
 
+// Ring of staged.cuh: where registers are few. LayerNorm, 1 GB, N=12288 245.3 → 244.3 us, 32768 244.5 → 243.1, 65536 246.5 →
+// 244.1, 16384 and 131072 0.2% less, others with pace as long; but without pace 7168 246.4 → 250.6, 14336 251.5 → 253.1. RMSNorm
+// took as long, or 0.1% more. N=262144 was not timed. With db of 32 columns some kernels of 12.0 spilled else.
+constexpr bool kSourcesAhead = kVector > 1 && PACED && (kLayerNorm || kManyColumns);
+
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
     backward_staged(const BackwardArguments a) {
     extern __shared__ __align__(128) char shared[];
@@ -126,7 +131,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const RingPart<Dy, true> dy_part(a, share, a.dy, a.dy_row_stride, x_part.part_bytes, a.read_once);
     char* const w_shared = shared + ColumnSums::shared_bytes(blockDim.x);
     char* const places = w_shared + Weights::shared_bytes(blockDim.x);
-    const Ring ring(places, state, share, a.stages, x_part.part_bytes + dy_part.part_bytes, a.rows);
+    const Ring<kSourcesAhead> ring(places, state, share, a.stages, x_part.part_bytes + dy_part.part_bytes, a.rows, walk);
     const SumExchange<kLayerNorm> exchange(state, share, a.group_threads);
     const int64 first_row = walk.first + share.group;
     StatisticsAhead statistics;

@@ -54,6 +54,19 @@ struct Barrier {
     }
 };
 
+// Two addresses in memory, or distances between such, as they lie in shared memory.
+struct alignas(16) Sources {
+    unsigned long long first, second;
+};
+__device__ inline Sources load_sources(SharedAddress address) {
+    Sources sources;
+    asm volatile("ld.shared.v2.u64 {%0, %1}, [%2];" : "=l"(sources.first), "=l"(sources.second) : "r"(address) : "memory");
+    return sources;
+}
+__device__ inline void store_sources(SharedAddress address, const Sources& sources) {
+    asm volatile("st.shared.v2.u64 [%0], {%1, %2};" ::"r"(address), "l"(sources.first), "l"(sources.second) : "memory");
+}
+
 // Makes initialised barriers visible to the copy engine and to the other blocks of the cluster.
 __device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 

@@ -76,9 +76,17 @@ struct BlockShare {
     __device__ int team_offset() const { return team_group * columns + team_column; }
 };
 
+// What a team has to do with a place in the ring.
+struct alignas(16) PlaceState {
+    Barrier::State full;  // what the team reads of a step has arrived
+    Barrier::State done;  // all its warps are done with it
+    Sources next;         // where what the place is filled with next lies in memory
+    static constexpr int kDone = 8, kNext = 16;  // where these lie
+};
+
 struct BlockState {
-    Barrier::State full[kMaxStages][kMaxTeams];  // what a team reads of a step has arrived in its place
-    Barrier::State done[kMaxStages][kMaxTeams];  // all its warps are done with it
+    PlaceState places[kMaxStages][kMaxTeams];
+    Sources lap;  // from what a place is filled with to what it is filled with next, in bytes
     Barrier::State summed[kMaxWarps][kSlots];  // all warps of a group, in all blocks of the cluster, have posted a row's sums
     Sums<Compute> sums[kMaxWarps][kSlots * kCluster];
     Barrier::State columns_there;
@@ -120,6 +128,8 @@ struct RingPlace {
 // One array's part of every place in a ring, and where in it the thread's team has its own. With kHints the L2 cache is told
 // what becomes of its lines (the forward pass, where it never matters, took up to 1% more with a hint that says nothing).
 template <class T, bool kHints> struct RingPart {
+    static constexpr int kElementBytes = sizeof(T);
+
     const T* source;  // the team's columns of row 0
     int64 row_stride;
     int offset;      // of the team's own, from a place's start
@@ -143,16 +153,21 @@ template <class T, bool kHints> struct RingPart {
         const unsigned low_bits = unsigned(reinterpret_cast<unsigned long long>(source));
         return (low_bits + unsigned(row) * unsigned(row_stride * sizeof(T))) % 128;
     }
+    __device__ unsigned long long address(int64 row) const {
+        return reinterpret_cast<unsigned long long>(source + row * row_stride);
+    }
     // Of the 16-byte words that cover the rows.
     __device__ int copy_bytes(int64 row, int elements) const {
         return (lead(row) % 16 + elements * int(sizeof(T)) + 15) / 16 * 16;
     }
     __device__ void copy(SharedAddress place, int64 row, int elements, Barrier full) const {
         const int before = lead(row) % 16;
-        const char* const start = reinterpret_cast<const char*>(source + row * row_stride) - before;
-        const SharedAddress target = place + offset + lead(row) - before;
-        if constexpr (kHints) bulk_copy(target, start, copy_bytes(row, elements), full, policy);
-        else bulk_copy(target, start, copy_bytes(row, elements), full);
+        copy_words(place + offset + lead(row) - before, address(row) - before, copy_bytes(row, elements), full);
+    }
+    __device__ void copy_words(SharedAddress target, unsigned long long start, int bytes, Barrier full) const {
+        const void* const from = reinterpret_cast<const void*>(start);
+        if constexpr (kHints) bulk_copy(target, from, bytes, full, policy);
+        else bulk_copy(target, from, bytes, full);
     }
     // Where the thread's group has its row in a place, as if that began at the block's first column.
     __device__ const T* in(const char* place, const BlockShare& share, int64 row) const {
@@ -161,28 +176,36 @@ template <class T, bool kHints> struct RingPart {
     }
 };
 
-// The ring, as one team has to do with it.
-struct Ring {
+// The ring, as one team has to do with it. With kSourcesAhead, where in memory lies what a place is filled with next is kept in
+// shared memory: the last warp's way to its two copies is then 18 instructions, not 43, and LayerNorm's N=4096 needs 225
+// registers, not 254. The walk must be even, and no row off 16 bytes.
+template <bool kSourcesAhead> struct Ring {
     const BlockShare& share;
     char* base;
     SharedAddress base_address;
-    Barrier full, done;  // the team's own: those of all teams lie before those of the next stage
+    SharedAddress states;  // of the team's PlaceState for place 0; those of all teams lie before those of the next place
+    SharedAddress lap;
     int stages, stage_bytes;
     int64 rows;
+    int last_rows;  // that the team has in the walk's last step
 
-    __device__ Ring(char* base, BlockState& state, const BlockShare& share, int stages, int stage_bytes, int64 rows)
-        : share(share), base(base), base_address(shared_address(base)),
-          full{shared_address(&state.full[0][share.team])}, done{shared_address(&state.done[0][share.team])},
-          stages(stages), stage_bytes(stage_bytes), rows(rows) {
-        asm volatile("" : "+r"(base_address), "+r"(full.address), "+r"(done.address));  // found here, once
+    __device__ Ring(char* base, BlockState& state, const BlockShare& share, int stages, int stage_bytes, int64 rows,
+                    const RowWalk& walk)
+        : share(share), base(base), base_address(shared_address(base)), states(shared_address(&state.places[0][share.team])),
+          lap(shared_address(&state.lap)), stages(stages), stage_bytes(stage_bytes), rows(rows),
+          last_rows(kSourcesAhead && !kClustered ? rows_of(walk.row(walk.end - 1)) : 1) {
+        asm volatile("" : "+r"(base_address), "+r"(states));  // found here, once
+        if constexpr (kSourcesAhead && !kClustered) asm volatile("" : "+r"(last_rows));
     }
 
     __device__ char* place(int stage) const { return base + stage * stage_bytes; }
+    __device__ SharedAddress state(int stage) const { return states + stage * kMaxTeams * int(sizeof(PlaceState)); }
+    __device__ Barrier full(int stage) const { return {state(stage)}; }
+    __device__ Barrier done(int stage) const { return {state(stage) + PlaceState::kDone}; }
 
     template <class... Part> __device__ void fill(int stage, int64 row, const Part&... parts) const {
-        const int64 left = rows - row - share.team_group;
-        const int elements = (left < share.team_rows ? int(left) : share.team_rows) * share.team_columns;
-        const Barrier barrier = full[stage * kMaxTeams];
+        const int elements = rows_of(row) * share.team_columns;
+        const Barrier barrier = full(stage);
         if (kMaxTeams > 1 && !kClustered && elements <= 0) return barrier.arrive();
         barrier.arrive_expecting((parts.copy_bytes(row, elements) + ...));
         (parts.copy(base_address + stage * stage_bytes, row, elements, barrier), ...);
@@ -193,10 +216,15 @@ struct Ring {
     template <class... Part> __device__ void start(const RowWalk& walk, int first_steps, const Part&... parts) const {
         const int j = share.team_thread;
         if (j >= stages) return;
-        full[j * kMaxTeams].init(1);
-        done[j * kMaxTeams].init(share.team_warps);
+        full(j).init(1);
+        done(j).init(share.team_warps);
         fence_barrier_init();
         if (j < first_steps && walk.has(j) && share.team_columns) fill(j, walk.row(j), parts...);
+        if constexpr (kSourcesAhead) {
+            const Sources next = sources(walk.row(j + stages), parts...), now = sources(walk.row(j), parts...);
+            store_sources(state(j) + PlaceState::kNext, next);
+            if (j == 0) store_sources(lap, {next.first - now.first, next.second - now.second});
+        }
     }
     template <class... Part>
     __device__ void start_others(const RowWalk& walk, int first_steps, const Part&... parts) const {
@@ -211,17 +239,49 @@ struct Ring {
         __syncwarp();
         const bool more = walk.has(j + stages) && share.team_columns;
         const unsigned seen = pace.seen();  // asked for before the arrival, whose time it takes
-        if (more && elect_lane() && done[place.stage * kMaxTeams].arrive_last()) {
+        Sources next, step;
+        if constexpr (kSourcesAhead) {
+            next = load_sources(state(place.stage) + PlaceState::kNext);
+            step = load_sources(lap);
+        }
+        if (more && elect_lane() && done(place.stage).arrive_last()) {
             pace.wait(j, seen);
-            fill(place.stage, walk.row(j + stages), parts...);
+            if constexpr (kSourcesAhead) {
+                store_sources(state(place.stage) + PlaceState::kNext, {next.first + step.first, next.second + step.second});
+                const bool last = j + stages + 1 == walk.end;
+                fill_from(place.stage, next, (last && !kClustered ? last_rows : share.team_rows) * share.team_columns, parts...);
+            } else {
+                fill(place.stage, walk.row(j + stages), parts...);
+            }
         }
         pace.step_done(j, walk.end);
     }
     // Whether there is anything to wait for.
     __device__ bool wait(const RingPlace& place) const {
         if (kMaxTeams > 1 && share.team_columns == 0) return false;
-        full[place.stage * kMaxTeams].wait(place.parity);
+        full(place.stage).wait(place.parity);
         return true;
+    }
+
+private:
+    // The team's rows of a step that begins with `row`; not one, where it has fewer.
+    __device__ int rows_of(int64 row) const {
+        const int64 left = rows - row - share.team_group;
+        return left < share.team_rows ? int(left) : share.team_rows;
+    }
+    template <class First, class Second>
+    __device__ static Sources sources(int64 row, const First& first, const Second& second) {
+        return {first.address(row), second.address(row)};
+    }
+    template <class First, class Second>
+    __device__ void fill_from(int stage, const Sources& from, int elements, const First& first, const Second& second) const {
+        const Barrier barrier = full(stage);
+        if (kMaxTeams > 1 && !kClustered && elements <= 0) return barrier.arrive();
+        const int first_bytes = elements * First::kElementBytes, second_bytes = elements * Second::kElementBytes;
+        const SharedAddress place = base_address + stage * stage_bytes;
+        barrier.arrive_expecting(first_bytes + second_bytes);
+        first.copy_words(place + first.offset, from.first, first_bytes, barrier);
+        second.copy_words(place + second.offset, from.second, second_bytes, barrier);
     }
 };
 

@@ -652,7 +652,7 @@ def _halvings(most: int) -> tuple[int, ...]:
 def _staged_static_bytes(x_name: str, cluster: int) -> int:
     """What a block takes beside its dynamic shared memory: the system's kilobyte, BlockState, what meet() declares, or
     in the forward pass numbers of steps, and PaceState."""
-    barriers = 8 + 16 * STAGED_MOST_STAGES * STAGED_MOST_TEAMS
+    barriers = 8 + 16 + 32 * STAGED_MOST_STAGES * STAGED_MOST_TEAMS
     warps = STAGED_MAX_THREADS // WARP * (32 + 8 * cluster * compute_itemsize(x_name))
     return 1024 + _divide_up(barriers + warps + 64 + 48, 128) * 128
 

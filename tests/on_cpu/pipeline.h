@@ -47,6 +47,12 @@ private:
     }
 };
 
+struct alignas(16) Sources {
+    unsigned long long first, second;
+};
+inline Sources load_sources(SharedAddress address) { return *reinterpret_cast<const Sources*>(address); }
+inline void store_sources(SharedAddress address, const Sources& sources) { *reinterpret_cast<Sources*>(address) = sources; }
+
 inline void fence_barrier_init() {}
 inline void bulk_copy(SharedAddress target, const void* source, int bytes, Barrier barrier) {
     const auto start = SharedAddress(on_cpu::shared);
