@@ -83,6 +83,7 @@ struct alignas(16) PlaceState {
     Sources next;         // where what the place is filled with next lies in memory
     static constexpr int kDone = 8, kNext = 16;  // where these lie
 };
+static_assert(sizeof(Barrier::State) == PlaceState::kDone && 2 * sizeof(Barrier::State) == PlaceState::kNext, "as they lie");
 
 struct BlockState {
     PlaceState places[kMaxStages][kMaxTeams];
@@ -177,8 +178,8 @@ template <class T, bool kHints> struct RingPart {
 };
 
 // The ring, as one team has to do with it. With kSourcesAhead, where in memory lies what a place is filled with next is kept in
-// shared memory: the last warp's way to its two copies is then 18 instructions, not 43, and LayerNorm's N=4096 needs 225
-// registers, not 254. The walk must be even, and no row off 16 bytes.
+// shared memory: from the question of pace to the second copy it is then 18 instructions, not 43 (LayerNorm, N=65536), and
+// LayerNorm's N=4096 needs 225 registers, not 254. The walk must be even, and no row off 16 bytes.
 template <bool kSourcesAhead> struct Ring {
     const BlockShare& share;
     char* base;
@@ -315,10 +316,7 @@ struct Pace {
                     const BlockShare& share)
         : state(shared_address(&shared)), blocks(0), counts_here(false), slack(0) {
         asm volatile("" : "+r"(state));  // found here, once
-        if (!a.lead) {
-            if (threadIdx.x == 0) shared.seen[0] = 0;
-            return;
-        }
+        if (!a.lead) return;
         const unsigned walkers = gridDim.x / kCluster, walker = blockIdx.x / kCluster;
         const unsigned range = (walkers + a.step_counters - 1) >> log2_of(a.step_counters);  // walkers of a place
         unsigned first = 0;
@@ -360,6 +358,7 @@ struct Pace {
     // By the thread that asks for more when step j is done, of which the others wait for this one. All in one piece: over a
     // loop, the compiler no longer knows that a warp's lanes agree, and takes 40 registers more.
     __device__ void wait(int j, unsigned seen) const {
+        if (!blocks) return;
         asm volatile(
             "{\n"
             ".reg .pred given_up, behind, again;\n"
