@@ -8,11 +8,13 @@ Copies of this checkout are altered in backward_staged.cu, and each is timed in 
     whole        as it is
     no sums      no first halves, and no wait for a row's sums: dw and db are zeros, which go the same way in the end
     copies       beside that x + dy in place of dx, no w, no statistics: what moving the data takes by the same ring
-    arithmetic   nothing is copied into the ring, nor waited for: all of the arithmetic, on whatever lies there
+    arithmetic   nothing is copied into the ring, nor waited for, nor counted for pace: all of the arithmetic, on
+                 whatever lies there
 
 "dx" is a call that asks for dx alone, so that nothing is added up in the end; what a whole call takes beyond that is
-the price of dw and db. "bound" is what roofline.py holds a whole call against. Where blocks of their own sum dw and db
-(little data; column_blocks.cuh), these do as always.
+the price of dw and db, and of pace where that is kept (from 12 steps a walker on, LayerNorm from 24). "bound" is what
+roofline.py holds a whole call against. Where blocks of their own sum dw and db (little data; column_blocks.cuh), these
+do as always.
 """
 
 from __future__ import annotations
@@ -111,15 +113,15 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from cupynorm import cli
 
     rows = [row for op in OPS for row in by_data(op, options.only, options.sizes, "bfloat16")]
+    cupy, reason = cli.usable_cupy()
+    if cupy is None:
+        raise cli.UsageError(f"a CUDA device and CuPy are needed: {reason}")
+    if options.turn is not None:
+        times = [both_us(row.case, inputs_of(row, cupy), cupy) for row in rows]
+        print(json.dumps([str(Path(bench.__file__).resolve()), times]))
+        return 0
     with ExitStack() as files:
         target = cli.writable(files, "--csv", options.csv)
-        cupy, reason = cli.usable_cupy()
-        if cupy is None:
-            raise cli.UsageError(f"a CUDA device and CuPy are needed: {reason}")
-        if options.turn is not None:
-            times = [both_us(row.case, inputs_of(row, cupy), cupy) for row in rows]
-            print(json.dumps([str(Path(bench.__file__).resolve()), times]))
-            return 0
         measured = []
         for part in report.progress(PARTS, lambda part: part.name):
             with altered(part) as folder:

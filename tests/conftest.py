@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_record import Recorder, environment, function_name
+from gpu_record import Recorder, environment, function_name, functions_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,17 +22,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    path = config.getoption("--gpu-record")
+    path, parts = config.getoption("--gpu-record"), config.getoption("--gpu-record-has")
     if path is None:
         return
+    if path.resolve() in [part.resolve() for part in parts]:
+        raise pytest.UsageError(f"--gpu-record: {path} is a part that this run does not have")
     if reason := gpu_missing():
         raise pytest.UsageError(f"--gpu-record: {reason}")
     config.pluginmanager.register(Recorder(path, environment()), "gpu-recorder")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    parts = [json.loads(path.read_text()) for path in config.getoption("--gpu-record-has")]
-    recorded = {name for part in parts for name in part["functions"]}
+    recorded = {name for part in config.getoption("--gpu-record-has") for name in functions_of(part)}
     left_out = [item for item in items if item.get_closest_marker("gpu") and function_name(item.nodeid) in recorded]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

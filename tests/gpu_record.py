@@ -122,6 +122,20 @@ def made_good(record: dict[str, Any], later: dict[str, Any], nodeids: list[str])
     return record | {"passed": passed, "failed": 0, "failures": [], "run_again": again}
 
 
+def functions_of(part: Path) -> list[str]:
+    """The test functions in a record, which is to be of this tree's sources."""
+    import pytest
+
+    try:
+        record = json.loads(part.read_text())
+        functions, digest = record["functions"], record["sources_sha256"]
+    except (OSError, ValueError, KeyError) as error:
+        raise pytest.UsageError(f"{part} is no record: {error}") from None
+    if digest != source_digest(ROOT):
+        raise pytest.UsageError(f"{part}: it covers sources with SHA-256 {digest}, not this tree's")
+    return list(functions)
+
+
 def collect_gpu_tests(*options: str) -> list[str]:
     """The ids of the tree's GPU tests, as a run of all of them, with more options perhaps, would collect them."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
@@ -132,8 +146,8 @@ def collect_gpu_tests(*options: str) -> list[str]:
 
 
 class Recorder:
-    """Pytest plugin: counts the GPU tests of a run and writes the record at its end, and, in case it is cut off before,
-    every `seconds` that of the test functions of which all cases have run."""
+    """Pytest plugin: counts the GPU tests of a run and writes the record of the test functions of which all cases have
+    run: at its end and, in case it is cut off before, every `seconds`."""
 
     def __init__(self, path: Path, environment: dict[str, Any], seconds: float = 10.0) -> None:
         self.path, self.environment, self.seconds = path, environment, seconds
@@ -165,13 +179,13 @@ class Recorder:
             return
         self.left[function_name(nodeid)] -= 1
         if self.left[function_name(nodeid)] == 0 and time.monotonic() >= self.written + self.seconds:
-            self.write({case for case in self.collected if self.left[function_name(case)] == 0})
+            self.write()
 
     def pytest_sessionfinish(self) -> None:
-        self.write(self.collected)
+        self.write()
 
-    def write(self, cases: set[str]) -> None:
-        """The record of these of the cases that were collected."""
+    def write(self) -> None:
+        cases = {case for case in self.collected if self.left[function_name(case)] == 0}
         outcomes = {nodeid: outcome for nodeid, outcome in self.outcomes.items() if nodeid in cases}
         counts = Counter(outcomes.values())
         skip_reasons = Counter(reason for nodeid, reason in self.skip_reasons.items() if nodeid in cases)
@@ -191,7 +205,9 @@ class Recorder:
         self.written = time.monotonic()
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        terminalreporter.write_line(f"GPU record of {len(self.collected)} tests written to {self.path}")
+        left = sum(self.left.values())
+        words = f", without the functions of which {left} cases did not run" if left else ""
+        terminalreporter.write_line(f"GPU record of {len(self.collected)} tests written to {self.path}{words}")
 
 
 def environment() -> dict[str, Any]:

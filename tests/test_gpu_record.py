@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 from gpu_record import (
@@ -16,6 +17,7 @@ from gpu_record import (
     Recorder,
     collect_gpu_tests,
     function_name,
+    functions_of,
     made_good,
     problems,
     source_digest,
@@ -65,7 +67,8 @@ def test_each_defect_of_a_record_is_named(change: dict[str, object], message: st
 
 def test_the_recorder_counts_each_test_once(tmp_path) -> None:
     recorder = Recorder(tmp_path / "record.json", {"device": "a device"})
-    recorder.collected = {"tests/test_a.py::test_one[1]", "tests/test_a.py::test_one[2]", "tests/test_a.py::test_two"}
+    items = [SimpleNamespace(nodeid=nodeid, get_closest_marker=lambda _: True) for nodeid in NODEIDS]
+    recorder.pytest_collection_finish(SimpleNamespace(items=items))
 
     def report(nodeid: str, when: str, outcome: str, longrepr: object = None) -> None:
         flags = {flag: flag == outcome for flag in ("passed", "failed", "skipped")}
@@ -77,6 +80,8 @@ def test_the_recorder_counts_each_test_once(tmp_path) -> None:
         report("tests/test_a.py::test_one[2]", when, "passed")
         report("tests/test_b.py::test_without_the_mark", when, "failed")
     report("tests/test_a.py::test_two", "setup", "skipped", ("file", 1, f"Skipped: {NEEDS_TWO_DEVICES}"))
+    for nodeid in recorder.collected:
+        recorder.pytest_runtest_logfinish(nodeid)
     recorder.pytest_sessionfinish()
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["device"] == "a device"
@@ -106,9 +111,11 @@ def test_a_run_that_is_cut_off_leaves_what_it_is_through_with(tmp_path: Path) ->
     assert [cut_off[key] for key in ("collected", "passed", "failed", "skipped")] == [2, 0, 1, 1]
     assert cut_off["failures"] == [NODEIDS[0]]
     assert cut_off["skip_reasons"] == {NEEDS_TWO_DEVICES: 1}
+    recorder.pytest_sessionfinish()  # of a run that is interrupted
+    assert json.loads(recorder.path.read_text()) == cut_off | {"date_utc": ANY}
     recorder.seconds = 3600
     run(NODEIDS[2], "passed")
-    assert json.loads(recorder.path.read_text()) == cut_off
+    assert json.loads(recorder.path.read_text()) == cut_off | {"date_utc": ANY}
     recorder.pytest_sessionfinish()
     whole = json.loads(recorder.path.read_text())
     assert whole["functions"] == ["test_a.py::test_one", "test_a.py::test_two"]
@@ -129,10 +136,27 @@ def test_what_parts_have_is_left_out(tmp_path: Path) -> None:
     functions = sorted(set(map(function_name, every)))
     parts = [tmp_path / "a.json", tmp_path / "b.json"]
     for path, recorded in zip(parts, (functions[:3], functions[5:]), strict=True):
-        path.write_text(json.dumps({"functions": recorded}))
+        path.write_text(json.dumps({"sources_sha256": source_digest(ROOT), "functions": recorded}))
     rest = collect_gpu_tests(*(f"--gpu-record-has={path}" for path in parts))
     assert rest == [nodeid for nodeid in every if function_name(nodeid) in functions[3:5]]
     assert rest
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"),
+        ("{", "is no record"),
+        ('{"functions": []}', "is no record"),
+        ('{"functions": [], "sources_sha256": "other"}', "it covers sources with SHA-256 other"),
+    ],
+)
+def test_what_has_no_record_of_these_sources_is_an_error(text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "part.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(pytest.UsageError, match=message):
+        functions_of(path)
 
 
 def test_parts_make_one_record() -> None:

@@ -17,8 +17,9 @@ SOURCE = (parts.ROOT / parts.ALTERED).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("part", parts.PARTS, ids=lambda part: part.name)
+@pytest.mark.parametrize("columns", [1024, 4096, 7168, 16384])
 @pytest.mark.parametrize("op", parts.OPS)
-def test_what_is_left_compiles(op: str, part: parts.Part, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_compiles(op: str, columns: int, part: parts.Part, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
     from assembly import kernel_of
     from compiling import compile_variant
@@ -27,7 +28,7 @@ def test_what_is_left_compiles(op: str, part: parts.Part, monkeypatch: pytest.Mo
     from cupynorm.cuda import module
     from cupynorm.cuda.config import Variant
 
-    file, definitions = kernel_of(Row(bench.case(op, 1017, 4096, "bfloat16")))
+    file, definitions = kernel_of(Row(bench.case(op, 1017, columns, "bfloat16")))
     assert parts.ALTERED == f"kernels_cu/{file}"
     with parts.altered(part) as folder:
         module.compile_options()  # which remembers where the headers lie that are not altered
@@ -92,6 +93,22 @@ def test_a_turn_times_the_call_and_dx_alone(monkeypatch: pytest.MonkeyPatch) -> 
         asked.clear()
         assert parts.both_us(bench.case(op, 2, 8, "float32"), {}, np) == [3.0, 3.0]
         assert asked == [None, alone]
+
+
+def test_a_turn_leaves_the_table_of_another_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import json
+
+    import numpy as np
+
+    target = tmp_path / "parts.csv"
+    target.write_text("of another run")
+    monkeypatch.setattr(cli, "usable_cupy", lambda: (np, ""))
+    monkeypatch.setattr(parts, "both_us", lambda case, inputs, xp: [float(case.rows), 1.0])
+    assert exit_status(parts.main, ["--only", "32", "--sizes", "0.01", "--csv", str(target), "--turn", "0"]) == 0
+    assert target.read_text() == "of another run"
+    assert json.loads(capsys.readouterr().out) == [str(Path(bench.__file__).resolve()), [[52.0, 1.0], [52.0, 1.0]]]
 
 
 @pytest.mark.parametrize(
