@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 
 from cupynorm import bench, report
 
-ROOT = Path(__file__).resolve().parent.parent
 ALTERED = "kernels_cu/backward_staged.cu"
 OPS = ("rmsnorm_backward", "layernorm_backward")
+COLUMNS, SIZES = (1024, 4096, 16384), (25.0, 100.0)
 
 NO_SUMS = (
     ("exchange.collect(j, before.posted)", "Sums<Compute>{Compute(0), Compute(0)}"),
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 @contextmanager
 def altered(part: Part) -> Iterator[Path]:
     """A folder with a copy of this checkout's sources, altered."""
-    from compare import SOURCES
+    from compare import ROOT, SOURCES
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -162,15 +162,14 @@ def both_us(case: bench.Case, inputs: dict[str, Any], cupy: Any) -> list[float]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    from roofline import listed
+
     from cupynorm import cli
 
-    def listed(convert: type) -> Any:
-        return lambda text: tuple(cli.positive(item, convert) for item in text.split(","))
-
+    columns, megabytes = (listed(lambda text, kind=kind: cli.positive(text, kind)) for kind in (int, float))
     parser = cli.Parser(prog="parts.py", description="Time backward calls with parts of their kernels left out.")
-    columns, sizes = (1024, 4096, 16384), (25.0, 100.0)
-    parser.add_argument("--only", type=listed(int), default=columns, metavar="N,…", help="default: 1024,4096,16384")
-    parser.add_argument("--sizes", type=listed(float), default=sizes, metavar="MB,…", help="default: 25,100")
+    parser.add_argument("--only", type=columns, default=COLUMNS, metavar="N,…", help="default: 1024,4096,16384")
+    parser.add_argument("--sizes", type=megabytes, default=SIZES, metavar="MB,…", help="default: 25,100")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
     parser.add_argument("--turn", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

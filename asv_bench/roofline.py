@@ -221,12 +221,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def listed(convert: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """The type of an option that takes several, with commas between. (Here: compare.py runs with older cli.py, too.)"""
+    return lambda text: tuple(dict.fromkeys(convert(item) for item in text.split(",")))
+
+
 def add_row_options(parser: argparse.ArgumentParser) -> None:
     """Which rows: for all scripts that go through the same shapes."""
     from cupynorm import cli
-
-    def listed(convert: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-        return lambda text: tuple(dict.fromkeys(convert(item) for item in text.split(",")))
 
     def megabytes(text: str) -> float:
         return cli.positive(text, float)

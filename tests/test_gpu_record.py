@@ -65,21 +65,31 @@ def test_each_defect_of_a_record_is_named(change: dict[str, object], message: st
     assert any(message in problem for problem in problems(GOOD | change, "d", NODEIDS))
 
 
-def test_the_recorder_counts_each_test_once(tmp_path) -> None:
-    recorder = Recorder(tmp_path / "record.json", {"device": "a device"})
+def recorder_in(folder: Path, **options: float) -> Recorder:
+    """Of a run that has collected NODEIDS."""
+    recorder = Recorder(folder / "record.json", {"device": "a device"}, **options)
     items = [SimpleNamespace(nodeid=nodeid, get_closest_marker=lambda _: True) for nodeid in NODEIDS]
     recorder.pytest_collection_finish(SimpleNamespace(items=items))
+    return recorder
 
-    def report(nodeid: str, when: str, outcome: str, longrepr: object = None) -> None:
-        flags = {flag: flag == outcome for flag in ("passed", "failed", "skipped")}
-        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, when=when, longrepr=longrepr, **flags))
+
+def report(recorder: Recorder, nodeid: str, when: str, outcome: str, longrepr: object = None) -> None:
+    flags = {flag: flag == outcome for flag in ("passed", "failed", "skipped")}
+    recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, when=when, longrepr=longrepr, **flags))
+
+
+SKIPPED = ("file", 1, f"Skipped: {NEEDS_TWO_DEVICES}")
+
+
+def test_the_recorder_counts_each_test_once(tmp_path) -> None:
+    recorder = recorder_in(tmp_path)
 
     for when, outcome in (("setup", "passed"), ("call", "passed"), ("teardown", "failed")):
-        report("tests/test_a.py::test_one[1]", when, outcome)
+        report(recorder, "tests/test_a.py::test_one[1]", when, outcome)
     for when in ("setup", "call", "teardown"):
-        report("tests/test_a.py::test_one[2]", when, "passed")
-        report("tests/test_b.py::test_without_the_mark", when, "failed")
-    report("tests/test_a.py::test_two", "setup", "skipped", ("file", 1, f"Skipped: {NEEDS_TWO_DEVICES}"))
+        report(recorder, "tests/test_a.py::test_one[2]", when, "passed")
+        report(recorder, "tests/test_b.py::test_without_the_mark", when, "failed")
+    report(recorder, "tests/test_a.py::test_two", "setup", "skipped", SKIPPED)
     for nodeid in recorder.collected:
         recorder.pytest_runtest_logfinish(nodeid)
     recorder.pytest_sessionfinish()
@@ -93,18 +103,15 @@ def test_the_recorder_counts_each_test_once(tmp_path) -> None:
 
 
 def test_a_run_that_is_cut_off_leaves_what_it_is_through_with(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "record.json", {"device": "a device"}, seconds=0)
-    items = [SimpleNamespace(nodeid=nodeid, get_closest_marker=lambda _: True) for nodeid in NODEIDS]
-    recorder.pytest_collection_finish(SimpleNamespace(items=items))
+    recorder = recorder_in(tmp_path, seconds=0)
 
     def run(nodeid: str, outcome: str) -> None:
-        flags = {flag: flag == outcome for flag in ("passed", "failed", "skipped")}
-        longrepr = ("file", 1, f"Skipped: {NEEDS_TWO_DEVICES}")
-        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, when="call", longrepr=longrepr, **flags))
+        report(recorder, nodeid, "call", outcome, SKIPPED)
         recorder.pytest_runtest_logfinish(nodeid)
 
     run("tests/test_b.py::test_without_the_mark", "failed")
     run(NODEIDS[0], "failed")
+    assert not recorder.path.exists()  # not all cases of its function have run
     run(NODEIDS[1], "skipped")
     assert json.loads(recorder.path.read_text())["functions"] == ["test_a.py::test_one"]
     cut_off = json.loads(recorder.path.read_text())
@@ -121,14 +128,6 @@ def test_a_run_that_is_cut_off_leaves_what_it_is_through_with(tmp_path: Path) ->
     assert whole["functions"] == ["test_a.py::test_one", "test_a.py::test_two"]
     assert [whole[key] for key in ("collected", "passed", "failed", "skipped")] == [3, 1, 1, 1]
     assert list(tmp_path.iterdir()) == [recorder.path]
-
-
-def test_a_function_is_recorded_when_all_its_cases_have_run(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "record.json", {}, seconds=0)
-    items = [SimpleNamespace(nodeid=nodeid, get_closest_marker=lambda _: True) for nodeid in NODEIDS]
-    recorder.pytest_collection_finish(SimpleNamespace(items=items))
-    recorder.pytest_runtest_logfinish(NODEIDS[0])
-    assert not recorder.path.exists()
 
 
 def test_what_parts_have_is_left_out(tmp_path: Path) -> None:

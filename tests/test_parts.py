@@ -7,13 +7,14 @@ import csv
 from pathlib import Path
 from typing import Any
 
+import compare
 import parts
 import pytest
 from helpers import assert_one_line_of_error, exit_status
 
 from cupynorm import bench, cli
 
-SOURCE = (parts.ROOT / parts.ALTERED).read_text(encoding="utf-8")
+SOURCE = (compare.ROOT / parts.ALTERED).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("part", parts.PARTS, ids=lambda part: part.name)
@@ -53,7 +54,6 @@ def test_what_is_not_there_once_is_an_error(source: str) -> None:
 
 
 def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    import compare
     import numpy as np
     import roofline
 
