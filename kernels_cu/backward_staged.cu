@@ -108,6 +108,11 @@ constexpr bool kPublishesInLoop =
 constexpr int kFirstSteps =
     !kLayerNorm && kVector > 1 && sizeof(X) == 2 && sizeof(Dy) == 2 && !kManyColumns ? 2 : 1;
 
+// Ring of staged.cuh: where registers are few. LayerNorm, 1 GB, N=12288 245.3 → 244.3 us, 32768 244.5 → 243.1, 65536 246.5 →
+// 244.1, 16384 and 131072 0.2% less, others with pace as long; but without pace 7168 246.4 → 250.6, 14336 251.5 → 253.1. RMSNorm
+// took as long, or 0.1% more. N=262144 was not timed. With db of 32 columns some kernels of 12.0 spilled else.
+constexpr bool kSourcesAhead = kVector > 1 && PACED && (kLayerNorm || kManyColumns);
+
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
     backward_staged(const BackwardArguments a) {
     extern __shared__ __align__(128) char shared[];
@@ -122,11 +127,11 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
 
     const BlockShare share(a);
     const RowWalk walk(share, a.rows, a.steps, row_blocks / kCluster);
-    const RingPart<X> x_part(a, share, a.x, a.x_row_stride, 0, a.read_once);
-    const RingPart<Dy> dy_part(a, share, a.dy, a.dy_row_stride, x_part.part_bytes, a.read_once);
+    const RingPart<X, true> x_part(a, share, a.x, a.x_row_stride, 0, a.read_once);
+    const RingPart<Dy, true> dy_part(a, share, a.dy, a.dy_row_stride, x_part.part_bytes, a.read_once);
     char* const w_shared = shared + ColumnSums::shared_bytes(blockDim.x);
     char* const places = w_shared + Weights::shared_bytes(blockDim.x);
-    const Ring ring(places, state, share, a.stages, x_part.part_bytes + dy_part.part_bytes, a.rows);
+    const Ring<kSourcesAhead> ring(places, state, share, a.stages, x_part.part_bytes + dy_part.part_bytes, a.rows, walk);
     const SumExchange<kLayerNorm> exchange(state, share, a.group_threads);
     const int64 first_row = walk.first + share.group;
     StatisticsAhead statistics;
@@ -177,7 +182,10 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     Attendance attendance;
     // The first half of step j, then the second half of the step before it; with kHoldsBack, those of step held_from and
     // later come behind the loop.
-    const int held_from = kHoldsBack && a.meeting ? walk.end - 2 : walk.end - 1;
+    int held_from = kHoldsBack && a.meeting ? walk.end - 2 : walk.end - 1;
+    // Found here, once: in clusters the compiler found it anew for each step, on the way from a row's sums to its dx. LayerNorm,
+    // 1 GB, N=32768 248.8 → 244.5 us, 65536 248.7 → 246.5.
+    if constexpr (kHoldsBack) asm volatile("" : "+r"(held_from));
     for (int j = 0; j < (kHoldsBack ? walk.end : walk.end + 1); ++j) {
         const Columns at = own.found_anew();
         if (kHoldsBack || j < walk.end) {

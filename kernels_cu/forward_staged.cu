@@ -243,9 +243,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
 
     const BlockShare share(a);
     ForwardWalk walk(a, share, step_numbers);
-    const RingPart<X> x_part(a, share, a.x, a.x_row_stride, 0);
+    const RingPart<X, false> x_part(a, share, a.x, a.x_row_stride, 0);
     char* const places = shared + Bias::shared_bytes(blockDim.x);
-    const Ring ring(places, state, share, a.stages, x_part.part_bytes, a.rows);
+    const Ring<false> ring(places, state, share, a.stages, x_part.part_bytes, a.rows, walk);
     const SumExchange<false> exchange(state, share, a.group_threads);
     char* const ring_end = places + a.stages * x_part.part_bytes;
     const ColumnsAhead w_ahead(state, share, a.w, a.w_code, ring_end, dynamic_shared_bytes() - int(ring_end - shared));

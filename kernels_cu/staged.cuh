@@ -76,9 +76,18 @@ struct BlockShare {
     __device__ int team_offset() const { return team_group * columns + team_column; }
 };
 
+// What a team has to do with a place in the ring.
+struct alignas(16) PlaceState {
+    Barrier::State full;  // what the team reads of a step has arrived
+    Barrier::State done;  // all its warps are done with it
+    Sources next;         // where what the place is filled with next lies in memory
+    static constexpr int kDone = 8, kNext = 16;  // where these lie
+};
+static_assert(sizeof(Barrier::State) == PlaceState::kDone && 2 * sizeof(Barrier::State) == PlaceState::kNext, "as they lie");
+
 struct BlockState {
-    Barrier::State full[kMaxStages][kMaxTeams];  // what a team reads of a step has arrived in its place
-    Barrier::State done[kMaxStages][kMaxTeams];  // all its warps are done with it
+    PlaceState places[kMaxStages][kMaxTeams];
+    Sources lap;  // from what a place is filled with to what it is filled with next, in bytes
     Barrier::State summed[kMaxWarps][kSlots];  // all warps of a group, in all blocks of the cluster, have posted a row's sums
     Sums<Compute> sums[kMaxWarps][kSlots * kCluster];
     Barrier::State columns_there;
@@ -117,19 +126,22 @@ struct RingPlace {
     }
 };
 
-// One array's part of every place in a ring, and where in it the thread's team has its own.
-template <class T> struct RingPart {
+// One array's part of every place in a ring, and where in it the thread's team has its own. With kHints the L2 cache is told
+// what becomes of its lines (the forward pass, where it never matters, took up to 1% more with a hint that says nothing).
+template <class T, bool kHints> struct RingPart {
+    static constexpr int kElementBytes = sizeof(T);
+
     const T* source;  // the team's columns of row 0
     int64 row_stride;
     int offset;      // of the team's own, from a place's start
     int part_bytes;  // of the whole block
-    bool read_once;  // need not stay in the L2 cache: see READ_ONCE_BYTES of config.py
+    unsigned long long policy;  // of the L2 cache
 
     template <class Arguments>
     __device__ RingPart(const Arguments& a, const BlockShare& share, const T* base, int64 row_stride, int part_offset,
                         bool read_once = false)
         : source(base + share.team_group * row_stride + share.first_column + share.team_column), row_stride(row_stride),
-          read_once(read_once) {
+          policy(kHints ? cache_policy(read_once) : 0) {
         const int bytes = share.groups * a.slab_columns * int(sizeof(T));
         static_assert(kVector > 1 || kMaxTeams == 1, "there is room for the words that cover one team's rows");
         part_bytes = (bytes + (kVector > 1 ? 0 : 128) + 127) / 128 * 128;
@@ -142,16 +154,21 @@ template <class T> struct RingPart {
         const unsigned low_bits = unsigned(reinterpret_cast<unsigned long long>(source));
         return (low_bits + unsigned(row) * unsigned(row_stride * sizeof(T))) % 128;
     }
+    __device__ unsigned long long address(int64 row) const {
+        return reinterpret_cast<unsigned long long>(source + row * row_stride);
+    }
     // Of the 16-byte words that cover the rows.
     __device__ int copy_bytes(int64 row, int elements) const {
         return (lead(row) % 16 + elements * int(sizeof(T)) + 15) / 16 * 16;
     }
     __device__ void copy(SharedAddress place, int64 row, int elements, Barrier full) const {
         const int before = lead(row) % 16;
-        const char* const start = reinterpret_cast<const char*>(source + row * row_stride) - before;
-        const SharedAddress target = place + offset + lead(row) - before;
-        if (read_once) bulk_copy_once(target, start, copy_bytes(row, elements), full);
-        else bulk_copy(target, start, copy_bytes(row, elements), full);
+        copy_words(place + offset + lead(row) - before, address(row) - before, copy_bytes(row, elements), full);
+    }
+    __device__ void copy_words(SharedAddress target, unsigned long long start, int bytes, Barrier full) const {
+        const void* const from = reinterpret_cast<const void*>(start);
+        if constexpr (kHints) bulk_copy(target, from, bytes, full, policy);
+        else bulk_copy(target, from, bytes, full);
     }
     // Where the thread's group has its row in a place, as if that began at the block's first column.
     __device__ const T* in(const char* place, const BlockShare& share, int64 row) const {
@@ -160,28 +177,36 @@ template <class T> struct RingPart {
     }
 };
 
-// The ring, as one team has to do with it.
-struct Ring {
+// The ring, as one team has to do with it. With kSourcesAhead, where in memory lies what a place is filled with next is kept in
+// shared memory: from the question of pace to the second copy it is then 18 instructions, not 43 (LayerNorm, N=65536), and
+// LayerNorm's N=4096 needs 225 registers, not 254. The walk must be even, and no row off 16 bytes.
+template <bool kSourcesAhead> struct Ring {
     const BlockShare& share;
     char* base;
     SharedAddress base_address;
-    Barrier full, done;  // the team's own: those of all teams lie before those of the next stage
+    SharedAddress states;  // of the team's PlaceState for place 0; those of all teams lie before those of the next place
+    SharedAddress lap;
     int stages, stage_bytes;
     int64 rows;
+    int last_rows;  // that the team has in the walk's last step
 
-    __device__ Ring(char* base, BlockState& state, const BlockShare& share, int stages, int stage_bytes, int64 rows)
-        : share(share), base(base), base_address(shared_address(base)),
-          full{shared_address(&state.full[0][share.team])}, done{shared_address(&state.done[0][share.team])},
-          stages(stages), stage_bytes(stage_bytes), rows(rows) {
-        asm volatile("" : "+r"(base_address), "+r"(full.address), "+r"(done.address));  // found here, once
+    __device__ Ring(char* base, BlockState& state, const BlockShare& share, int stages, int stage_bytes, int64 rows,
+                    const RowWalk& walk)
+        : share(share), base(base), base_address(shared_address(base)), states(shared_address(&state.places[0][share.team])),
+          lap(shared_address(&state.lap)), stages(stages), stage_bytes(stage_bytes), rows(rows),
+          last_rows(kSourcesAhead && !kClustered ? rows_of(walk.row(walk.end - 1)) : 1) {
+        asm volatile("" : "+r"(base_address), "+r"(states));  // found here, once
+        if constexpr (kSourcesAhead && !kClustered) asm volatile("" : "+r"(last_rows));
     }
 
     __device__ char* place(int stage) const { return base + stage * stage_bytes; }
+    __device__ SharedAddress state(int stage) const { return states + stage * kMaxTeams * int(sizeof(PlaceState)); }
+    __device__ Barrier full(int stage) const { return {state(stage)}; }
+    __device__ Barrier done(int stage) const { return {state(stage) + PlaceState::kDone}; }
 
     template <class... Part> __device__ void fill(int stage, int64 row, const Part&... parts) const {
-        const int64 left = rows - row - share.team_group;
-        const int elements = (left < share.team_rows ? int(left) : share.team_rows) * share.team_columns;
-        const Barrier barrier = full[stage * kMaxTeams];
+        const int elements = rows_of(row) * share.team_columns;
+        const Barrier barrier = full(stage);
         if (kMaxTeams > 1 && !kClustered && elements <= 0) return barrier.arrive();
         barrier.arrive_expecting((parts.copy_bytes(row, elements) + ...));
         (parts.copy(base_address + stage * stage_bytes, row, elements, barrier), ...);
@@ -192,33 +217,72 @@ struct Ring {
     template <class... Part> __device__ void start(const RowWalk& walk, int first_steps, const Part&... parts) const {
         const int j = share.team_thread;
         if (j >= stages) return;
-        full[j * kMaxTeams].init(1);
-        done[j * kMaxTeams].init(share.team_warps);
+        full(j).init(1);
+        done(j).init(share.team_warps);
         fence_barrier_init();
         if (j < first_steps && walk.has(j) && share.team_columns) fill(j, walk.row(j), parts...);
+        if constexpr (kSourcesAhead) {
+            const Sources next = sources(walk.row(j + stages), parts...), now = sources(walk.row(j), parts...);
+            store_sources(state(j) + PlaceState::kNext, next);
+            if (j == 0) store_sources(lap, {next.first - now.first, next.second - now.second});
+        }
     }
     template <class... Part>
     __device__ void start_others(const RowWalk& walk, int first_steps, const Part&... parts) const {
         const int j = share.team_thread;
         if (first_steps <= j && j < minimum(stages, walk.end) && share.team_columns) fill(j, walk.row(j), parts...);
     }
-    // By every thread of a warp that is done with step j, at `place`.
+    // By every thread of a warp that is done with step j, at `place`. The last warp's way from its arrival to the copies is one
+    // that all others wait for: it is kept short.
     template <class Walk, class Pace, class... Part>
     __device__ void fill_again(const RingPlace& place, const Walk& walk, int j, const Pace& pace,
                                const Part&... parts) const {
         __syncwarp();
         const bool more = walk.has(j + stages) && share.team_columns;
-        if (threadIdx.x % 32 == 0 && more && done[place.stage * kMaxTeams].arrive_last()) {
-            pace.wait(j);
-            fill(place.stage, walk.row(j + stages), parts...);
+        const unsigned seen = pace.seen();  // asked for before the arrival, whose time it takes
+        Sources next, step;
+        if constexpr (kSourcesAhead) {
+            next = load_sources(state(place.stage) + PlaceState::kNext);
+            step = load_sources(lap);
+        }
+        if (more && elect_lane() && done(place.stage).arrive_last()) {
+            pace.wait(j, seen);
+            if constexpr (kSourcesAhead) {
+                store_sources(state(place.stage) + PlaceState::kNext, {next.first + step.first, next.second + step.second});
+                const bool last = j + stages + 1 == walk.end;
+                fill_from(place.stage, next, (last && !kClustered ? last_rows : share.team_rows) * share.team_columns, parts...);
+            } else {
+                fill(place.stage, walk.row(j + stages), parts...);
+            }
         }
         pace.step_done(j, walk.end);
     }
     // Whether there is anything to wait for.
     __device__ bool wait(const RingPlace& place) const {
         if (kMaxTeams > 1 && share.team_columns == 0) return false;
-        full[place.stage * kMaxTeams].wait(place.parity);
+        full(place.stage).wait(place.parity);
         return true;
+    }
+
+private:
+    // The team's rows of a step that begins with `row`; not one, where it has fewer.
+    __device__ int rows_of(int64 row) const {
+        const int64 left = rows - row - share.team_group;
+        return left < share.team_rows ? int(left) : share.team_rows;
+    }
+    template <class First, class Second>
+    __device__ static Sources sources(int64 row, const First& first, const Second& second) {
+        return {first.address(row), second.address(row)};
+    }
+    template <class First, class Second>
+    __device__ void fill_from(int stage, const Sources& from, int elements, const First& first, const Second& second) const {
+        const Barrier barrier = full(stage);
+        if (kMaxTeams > 1 && !kClustered && elements <= 0) return barrier.arrive();
+        const int first_bytes = elements * First::kElementBytes, second_bytes = elements * Second::kElementBytes;
+        const SharedAddress place = base_address + stage * stage_bytes;
+        barrier.arrive_expecting(first_bytes + second_bytes);
+        first.copy_words(place + first.offset, from.first, first_bytes, barrier);
+        second.copy_words(place + second.offset, from.second, second_bytes, barrier);
     }
 };
 
@@ -226,15 +290,16 @@ struct Ring {
 // long launch walkers keep pace: one that has `lead` / 4 steps less before it than the average asks for no more rows. Nobody
 // waits for long: another block may not even have started, and wait itself for what this one holds. No bits depend on it.
 //
-// The copy engine counts, and so no fence before a copy waits for it: by `red`, counting alone took 1 to 9% more (RMSNorm,
-// 1 GB), with db 4 to 22%. Still a count takes the time of the warp that asks for it, for which a row's other warps wait
-// (LayerNorm, 24 columns a thread, where a warp of its own counts: N=1536 261 → 246 us), and a place takes only so many. So
-// blocks count every second step: RMSNorm, 1 GB, N=7168 240.5 → 238.6 us, 14336 241.9 → 239.6, LayerNorm 1024 242.6 → 240.8,
-// with leads that were chosen anew. Every fourth, N=512 and 4096 took as long.
+// The copy engine counts: by `red`, counting alone took 1 to 9% more (RMSNorm, 1 GB), with db 4 to 22%. What pace adds to a
+// step is short, for a row's other warps wait for the warp that does it: LayerNorm, 24 columns a thread, N=3072, 1 GB, where
+// the compiler put loops over lanes around bulk copies and counts, and what others have done was read where it was needed,
+// took 261 us with pace and 245 without; as it is now, 243. A place takes only so many counts, so blocks count every second
+// step: RMSNorm, 1 GB, N=7168 240.5 → 238.6 us, 14336 241.9 → 239.6, LayerNorm 1024 242.6 → 240.8, with leads that were
+// chosen anew. Every fourth, N=512 and 4096 took as long.
 //
 // One place is the best average. But of LayerNorm's blocks that share a multiprocessor, 264 in all, it takes too many counts:
 // N=768 249 to 257 us, 243 in four places, each for a range of the blocks. Where in memory places lie matters, for a cause
-// that was not found: RMSNorm's N=512 read 241 to 248 us by four of them, at 22 addresses, and 242 to 244 by one.
+// that was not found: RMSNorm's N=512 read 241 to 248 us by four of them, at 22 addresses, and 242 to 246 by one.
 struct Pace {
     static constexpr int kMostTries = 16;  // each waits for the L2 cache
     // By every step LayerNorm took, 1 GB, N=256 247.3 us, not 248.6, 512 244.6, not 245.5; its forward pass, 32768, 168, not 179.
@@ -243,12 +308,14 @@ struct Pace {
     unsigned* counter;     // 16 bytes, of counts; it is at 0 again when all steps are done
     SharedAddress state;
     unsigned blocks;       // that count there; 0: no pace is kept
+    bool counts_here;      // by this warp, the block's first
     int slack;             // how far the steps that it counts may be behind `blocks` times those of this one
 
     template <class Arguments>
     __device__ Pace(const Arguments& a, StepCounter* counters, PaceState& shared, const RowWalk& walk,
                     const BlockShare& share)
-        : state(shared_address(&shared)), blocks(0) {
+        : state(shared_address(&shared)), blocks(0), counts_here(false), slack(0) {
+        asm volatile("" : "+r"(state));  // found here, once
         if (!a.lead) return;
         const unsigned walkers = gridDim.x / kCluster, walker = blockIdx.x / kCluster;
         const unsigned range = (walkers + a.step_counters - 1) >> log2_of(a.step_counters);  // walkers of a place
@@ -261,6 +328,7 @@ struct Pace {
         const unsigned counts = ((all - longer) * counts_of(a.steps) + longer * counts_of(a.steps + 1)) * kCluster;
         counter = counters->steps;
         blocks = all * kCluster;
+        counts_here = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 0;  // all lanes agree: see BlockShare
         // Half of the steps since a block's last count are done on average.
         slack = int((a.lead + 2 * (kStepsACount - 1)) * blocks / 4) + int(walk.end * blocks - steps);
         if (threadIdx.x != 0) return;
@@ -277,49 +345,59 @@ struct Pace {
 
     // By every thread of a warp that is done with step j of `end`.
     __device__ void step_done(int j, int end) const {
-        if (!blocks || threadIdx.x != 0) return;
+        if (!counts_here || !elect_lane()) return;
         if (unsigned(j + 1) % kStepsACount == 0 || j + 1 == end) bulk_count(counter, state + PaceState::kLast);
         copy_16_bytes(state, counter);
     }
-    // By the thread that asks for more when step j is done. All in one piece: over a loop, the compiler no longer knows
-    // that a warp's lanes agree, and takes 40 registers more.
-    __device__ void wait(int j) const {
+    // What the counter held a step ago or two.
+    __device__ unsigned seen() const {
+        unsigned counts;
+        asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(counts) : "r"(state) : "memory");
+        return counts;
+    }
+    // By the thread that asks for more when step j is done, of which the others wait for this one. All in one piece: over a
+    // loop, the compiler no longer knows that a warp's lanes agree, and takes 40 registers more.
+    __device__ void wait(int j, unsigned seen) const {
         if (!blocks) return;
         asm volatile(
             "{\n"
             ".reg .pred given_up, behind, again;\n"
             ".reg .u32 flag, seen, tries;\n"
             ".reg .s32 ahead;\n"
+            "mul.lo.u32 seen, %6, %5;\n"
+            "sub.s32 ahead, %1, seen;\n"
+            "setp.le.s32 behind, ahead, 0;\n"
+            "@behind bra done;\n"
             "ld.volatile.shared.u32 flag, [%0 + %3];\n"
-            "ld.volatile.shared.u32 seen, [%0];\n"
             "setp.ne.u32 given_up, flag, 0;\n"
             "@given_up bra done;\n"
             "mov.u32 tries, %4;\n"
             "more:\n"
+            "ld.relaxed.gpu.global.u32 seen, [%2];\n"
             "mul.lo.u32 seen, seen, %5;\n"
             "sub.s32 ahead, %1, seen;\n"
             "setp.le.s32 behind, ahead, 0;\n"
             "@behind bra done;\n"
-            "ld.relaxed.gpu.global.u32 seen, [%2];\n"
             "sub.u32 tries, tries, 1;\n"
             "setp.ne.u32 again, tries, 0;\n"
             "@again bra more;\n"
             "st.volatile.shared.u32 [%0 + %3], 1;\n"
             "done:\n"
             "}\n" ::"r"(state), "r"((j + 1) * blocks - slack), "l"(counter), "n"(PaceState::kGivenUp),
-            "n"(kMostTries), "n"(kStepsACount)
+            "n"(kMostTries), "n"(kStepsACount), "r"(seen)
             : "memory");
     }
     // Before the block leaves: nothing reads or writes its shared memory any more.
     __device__ void finish() const {
-        if (blocks && threadIdx.x == 0) wait_for_counts();
+        if (counts_here && elect_lane()) wait_for_counts();
     }
 };
 template <bool kKept> struct PaceOf : Pace { using Pace::Pace; };
 template <> struct PaceOf<false> {
     template <class... Any> __device__ PaceOf(const Any&...) {}
     __device__ void step_done(int, int) const {}
-    __device__ void wait(int) const {}
+    __device__ unsigned seen() const { return 0; }
+    __device__ void wait(int, unsigned) const {}
     __device__ void finish() const {}
 };
 

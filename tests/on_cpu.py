@@ -41,6 +41,7 @@ MEANINGS = {
     "st.relaxed.gpu.global.u64 [%0], %1": "*($1) = $2;",
     "red.relaxed.gpu.global.add.u64 [%0], 1": "++*($1);",
     "atom.acq_rel.gpu.global.add.u64 %0, [%1], %2": "$1 = *($2); *($2) += $3;",
+    "ld.volatile.shared.u32 %0, [%1]": "$1 = *reinterpret_cast<const unsigned*>($2);",
     "bar.sync 1, %0": "on_cpu::bar_sync(1, $1);",
 }
 STATEMENT = re.compile(r"\basm\b(?: volatile)?\s*\(((?:[^()\"]|\"[^\"]*\"|\((?:[^()]|\([^()]*\))*\))*)\);")

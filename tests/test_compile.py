@@ -64,23 +64,9 @@ ALLOWED_SPILLS = (
     Allowed(
         "backward_staged",
         "sm_100",
-        ("LAYER_NORM=1", "WANT_DB=0", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
-        8,
-        "Of 255 registers. By the disassembly: set before the first row, read where a place is filled again.",
-    ),
-    Allowed(
-        "backward_staged",
-        "sm_100",
         ("LAYER_NORM=1", "X_TYPE=float32", "DY_TYPE=float32", "WANT_DB=1", "COLUMNS_PER_THREAD=16", "CLUSTER=1"),
         8,
         "By the disassembly: set before the first row and read after the last.",
-    ),
-    Allowed(
-        "forward_staged",
-        "sm_120",
-        ("LAYER_NORM=0", "X_TYPE=float64", "VECTOR=1", "COLUMNS_PER_THREAD=8", "CLUSTER=1"),
-        8,
-        "By the disassembly: two of 128 registers, set before the first row and read once a row. Not timed.",
     ),
     Allowed(
         "backward_direct",

@@ -28,7 +28,8 @@ DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")} | 
     "bfloat16": np.dtype(ml_dtypes.bfloat16)
 }
 # Every power of two and its neighbours: where one route ends and the next begins.
-COLUMNS = sorted({n + d for n in (1 << k for k in range(19)) for d in (-1, 0, 1, 8) if 1 <= n + d <= 262144} | {262143})
+POWERS = [1 << k for k in range(19)]
+COLUMNS = sorted({n + d for n in POWERS for d in (-1, 0, 1, 8) if 1 <= n + d <= 262144} | {768, 20480, 262143})
 
 
 def backward(columns: int, x: str, dy: str, rows: int = 4096, norm: str = "layernorm") -> NormProblem:
@@ -616,8 +617,8 @@ PACE_LENGTHS = (
     *(7168, 14336, 16384, 20480, 32768, 65536, 262144),
 )
 PACED_LAYERNORM = {
-    "float16": (16, 256, 512, 768, 1024, 4096, 5120, 16384, 20480),
-    "bfloat16": (16, 256, 512, 768, 1024, 4096, 5120, 16384, 20480),
+    "float16": (16, 256, 512, 768, 1024, 3072, 4096, 5120, 16384, 20480, 32768, 65536),
+    "bfloat16": (16, 256, 512, 768, 1024, 3072, 4096, 5120, 16384, 20480, 32768, 65536),
     "float32": (16, 256, 384, 512, 1024, 4096, 5120, 16384, 20480, 32768),
     "float64": (384, 512, 768, 1024, 3072),
 }
@@ -681,15 +682,18 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
 @pytest.mark.parametrize(
     ("norm", "columns", "name", "quarters"),
     [
-        ("rmsnorm", 256, "bfloat16", 7),  # two blocks of 16 KB a step
+        ("rmsnorm", 256, "bfloat16", 9),  # two blocks of 16 KB a step
         ("rmsnorm", 1536, "bfloat16", 5),  # five stages of 24 KB
         ("rmsnorm", 7168, "bfloat16", 6),  # four of 28 KB
         ("rmsnorm", 4096, "bfloat16", 7),  # three of 32 KB
-        ("rmsnorm", 32, "bfloat16", 7),
+        ("rmsnorm", 32, "bfloat16", 9),
         ("layernorm", 32, "bfloat16", 7),
         ("layernorm", 4096, "bfloat16", 7),  # four of 32 KB
+        ("layernorm", 3072, "bfloat16", 9),  # 24 columns a thread
         ("layernorm", 5120, "bfloat16", 6),  # 40 KB
+        ("layernorm", 32768, "bfloat16", 8),  # clusters of four
         ("rmsnorm", 20480, "bfloat16", 6),  # two blocks of 20 KB
+        ("rmsnorm", 131072, "bfloat16", 8),  # clusters of sixteen
         ("rmsnorm", 262144, "bfloat16", 4),  # 64 KB
         ("rmsnorm", 16384, "float32", 4),
         ("layernorm", 4096, "float32", 6),
@@ -711,7 +715,8 @@ def test_a_walker_of_larger_steps_has_fewer_before_the_others(norm, columns, nam
         ("rmsnorm", 6144, "bfloat16", 5, 4),
         ("rmsnorm", 12288, "float16", 5, 4),
         ("layernorm", 7168, "bfloat16", 4, 4),  # keeps no pace
-        ("layernorm", 32768, "bfloat16", 3, 3),
+        ("layernorm", 32768, "bfloat16", 4, 3),
+        ("layernorm", 131072, "bfloat16", 4, 4),  # keeps no pace
         ("layernorm", 5120, "bfloat16", 3, 3),  # from here on: would lose, or have no room for one more
         ("layernorm", 512, "bfloat16", 3, 3),
         ("rmsnorm", 512, "bfloat16", 3, 3),
@@ -748,7 +753,7 @@ def test_rmsnorm_with_24_columns_a_thread_has_larger_blocks_where_pace_is_kept(c
         assert (chosen.threads, chosen.group_threads) == (256 if large else 128, row_threads), (rows, norm, name)
         assert chosen.stages == (5 if large else 4)
         assert chosen.step_counters == (1 if norm == "rmsnorm" else config.STEP_COUNTERS)
-        assert ("PACED=1" in chosen.definitions) == (norm == "rmsnorm" or columns == 768)
+        assert ("PACED=1" in chosen.definitions) == (norm == "rmsnorm" or columns != 384)
 
 
 @pytest.mark.parametrize("columns", [384, 768, 1536, 3072, 6144, 12288, 32768])

@@ -196,7 +196,7 @@ def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, colu
 
 
 LAYERNORM_KEEPS_PACE = {
-    "bfloat16": (128, 512, 768, 1024, 4096, 5120, 16384, 20480),
+    "bfloat16": (128, 512, 768, 1024, 1536, 3072, 4096, 5120, 16384, 20480, 32768, 65536),
     "float32": (256, 4096, 16384, 32768),
 }
 PACE_CASES = {
@@ -233,11 +233,8 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int, dtype: s
     outputs = [tuple(poisoned(cupy, like.shape, like.dtype) for like in expected) for _ in streams]
     for closest in (None, 4, 1):  # as usual; a step; so close that walkers may give it up
         if closest:
-            many = {norm: dict.fromkeys(leads, closest) for norm, leads in config.LEAD_FORWARD_MANY.items()}
-            monkeypatch.setattr(config, "LEAD_FORWARD_MANY", many)
-            monkeypatch.setattr(config, "MOST_LEAD_OF_STAGES", {})
-            for name in ("LEAD_FORWARD", "MOST_LEAD", "MOST_LEAD_FLOAT32_LAYERNORM", "MOST_LEAD_OF_MORE_STAGES"):
-                monkeypatch.setattr(config, name, closest)
+            for choice in ("_lead", "_forward_lead"):
+                monkeypatch.setattr(config, choice, lambda *_, quarters=closest: quarters)
         asked.clear()
         dispatch.plan_of.cache_clear()
         for out in outputs:

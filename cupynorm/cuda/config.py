@@ -64,17 +64,26 @@ DRAWN_LEAST_STEPS = 16
 # 60.5, 8192 61.0 → 59.6 (with a quarter, at 100 MB, some lengths lost).
 PACE_LEAST_STEPS = {"rmsnorm": 12, "layernorm": 24}
 PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48
-# Backward, as many quarters as make so many bytes, of a step in all blocks of a multiprocessor, but no more than seven,
-# and of RMSNorm's with four stages six, with more five. RMSNorm, 1 GB, with four, five, six and seven: three stages,
-# N=1024 248.5, 243.9, 239.7, 238.1 us, 10240 244.4, 243.4, 241.9, 241.4, of 40 KB a step 5120 240.6, 239.6, 240.0,
-# 242.2; four, 7168 243.3, 239.9, 238.7, 238.5, 32768 247.9, 240.5, 239.6, 239.9; five, 768 238.8, 238.4, 239.0, 240.5,
-# 6144 239.5, 238.6, 238.8, 239.7. LayerNorm, four stages, 4096 262.9, 252.5, 245.1, 243.3, 8192 262.1, 251.3, 243.6,
-# 241.7. With more most take longer: N=4096 243.0 with eight, 244.2 with ten. More stages than five were not timed.
-# LayerNorm in float32, with five, six and seven: 1024 240.8, 242.6, 247.4, 4096 240.1, 240.9, 244.5; in clusters 16384
-# 257, 248, 245.
-LEAD_BYTES, MOST_LEAD, MOST_LEAD_FLOAT32_LAYERNORM = 56 << 10, 7, 6
-MOST_LEAD_OF_STAGES = {3: 7, 4: 6}  # RMSNorm
-MOST_LEAD_OF_MORE_STAGES = 5
+# Backward (_lead() chooses), as many quarters as make so many bytes, of a step in all blocks of a multiprocessor, but
+# no more than seven, and of RMSNorm's with four stages six, with more five. RMSNorm, 1 GB, with four, five, six and
+# seven: three stages, N=1024 248.5, 243.9, 239.7, 238.1 us, 10240 244.4, 243.4, 241.9, 241.4, of 40 KB a step 5120
+# 240.6, 239.6, 240.0, 242.2; four, 7168 243.3, 239.9, 238.7, 238.5, 32768 247.9, 240.5, 239.6, 239.9; five, 768 238.8,
+# 238.4, 239.0, 240.5, 6144 239.5, 238.6, 238.8, 239.7. LayerNorm, four stages, 4096 262.9, 252.5, 245.1, 243.3, 8192
+# 262.1, 251.3, 243.6, 241.7. With more most take longer: with eight, nine and ten, RMSNorm 1024 239.2, 241.1, 242.2,
+# 4096 241.0, 242.6, 244.0, LayerNorm 1024 241.7, 242.3, 243.3, 5120, which has six, 243.1, then 244.8, 246.8, 247.8.
+# More stages than five were not timed. LayerNorm in float32, with five, six and seven: 1024 240.8, 242.6, 247.4, 4096
+# 240.1, 240.9, 244.5; in clusters 16384 257, 248, 245.
+LEAD_BYTES, MOST_LEAD, MOST_LEAD_ALONE_FLOAT32_LAYERNORM = 56 << 10, 7, 6
+MOST_LEAD_OF_STAGES, MOST_LEAD_OF_MORE_STAGES = {3: 7, 4: 6}, 5  # RMSNorm
+# Of whatever bytes, 16-bit types that gain from more. RMSNorm, 1 GB, with seven, eight, nine and ten: N=128 244.8,
+# 244.0, 242.5, 243.5 us, 256 244.0, 243.4, 242.3, 243.8, 512 243.6, 242.2, 241.2, 242.1; in clusters of sixteen, with
+# six to nine, 131072 240.7, 240.1, 239.7, 241.4 (262144 250.7 with four, 251.6 with eight). LayerNorm with 24 columns a
+# thread, seven (of an older tree), eight, nine, ten and twelve: 1536 244.9, 244.7, 244.5, 244.4, 243.7, 3072 245.5,
+# 243.4, 243.2, 243.2, 243.3, 6144 247.3, 244.1, 243.9, 245.4, 247.1, 12288 248.6, 246.0, 244.6, 244.9, 245.2; in
+# clusters of four and eight, 20480 246.6 (six), 244.7, 245.9, 246.8, 247.8, 32768 247.0, 248.4, 249.2, 248.8, 248.9,
+# 65536 247.6, 247.5, 247.2, 247.0, 247.2.
+LEAD_SHORT_ROWS, LEAD_LARGEST_CLUSTERS = 9, 8  # RMSNorm
+LEAD_LAYERNORM_24_COLUMNS, LEAD_LAYERNORM_CLUSTERS = 9, 8
 # Forward, in clusters, RMSNorm, 1 GB, with nine, ten, eleven and twelve: N=14336 166.8, 166.7, 166.9, 167.7 us, 32768
 # 165.4, 165.5, 165.7, 166.4, 65536 166.5, 166.1, 166.6, 167.1. Of 64 columns a thread, by blocks of a cluster, each
 # with three to six: RMSNorm, N=131072 172.6, 167.5, 166.7, 167.1 us; LayerNorm, 32768 182.4, 172.1, 167.7, 168.6; with
@@ -411,7 +420,7 @@ def _staged_config(
             stages=stages,
             # At least so much that no more blocks fit.
             shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // (blocks + 1)),
-            lead=_lead(kind, cluster, stages, blocks * step_bytes) if paced else 0,
+            lead=_lead(kind, per_thread, cluster, stages, blocks * step_bytes) if paced else 0,
             paced_steps=PACE_LEAST_STEPS[problem.norm],
             step_counters=STEP_COUNTERS if blocks > 1 and problem.norm == "layernorm" else 1,
         )
@@ -422,12 +431,12 @@ def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> 
     """Whether walkers keep pace in long launches; not where a row is shorter than a thread's columns (8: 345 → 371 us).
 
     `held` is what _short_row() or _staged_threads() chose; `full` says that the lanes of every block, but perhaps the
-    last of a cluster, all hold as many columns. With db LayerNorm loses, at 1 GB, with 24 columns a thread and several
-    warps a row (N=3072 246 → 261 us: Pace of staged.cuh says why), several rows a warp (384 247 → 253) or not full (640
-    260 → 276), and with 32 in clusters of four and more (65536 249 → 267) or not full (7168 250 → 271); it gains with
-    24 and a full warp a row (768 252.5 → 243.3), with 32 (see _ring_bytes()), 40 (5120 255 → 248, in clusters 10240 252
-    → 247, 20480 250 → 247, with eight quarters), and 16 (64 252 → 249, 128 252.6 → 248.2, 256 250.8 → 247.3, 448 255 →
-    248; 192 and 320 as long).
+    last of a cluster, all hold as many columns. With db LayerNorm, at 1 GB, gains with 16 columns a thread (64 252 →
+    249 us, 128 252.6 → 248.2, 256 250.8 → 247.3, 448 255 → 248; 192 and 320 as long), 24 (768 252.5 → 243.3, 1536 246.6
+    → 244.5, 3072 245.8 → 243.2, 6144 246.7 → 243.9, 12288 246.6 → 244.6), 32 (see _ring_bytes(); in clusters of four
+    and eight 32768 252.4 → 248.4, 65536 250.4 → 247.5) and 40 (5120 255 → 248, in clusters 10240 252 → 247, 20480 250 →
+    247); not with 24 in parts of a warp (384 247.9 → 249) or where not full (640 260 → 276, of an older tree), nor with
+    32 where not full (7168 246.2 → 255.1, 14336 as long) or in clusters of sixteen (131072 247.5 → 259.2).
     In float32 it gains with 16 (256 252.6 → 246.8), 32 (1024 248.8 → 243.0, 16384 252.3 → 246.6, in clusters of
     eight 32768 255.4 → 247.6) and 40 (10240 249.3 → 244.5), but with 32 not in clusters of sixteen (65536 247.5 →
     266.4) nor where not full (14336 249.4 → 272.9), nor for all lengths with 24 (768 249.6 → 244.6, 3072 248.6 →
@@ -448,8 +457,8 @@ def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> 
         return gains or per_thread == 16 or (per_thread == 40 and cluster == 1)
     if norm == "layernorm" and ITEMSIZE[x] == 2:
         if per_thread == 24:
-            return cluster == 1 and group == WARP and full
-        return per_thread in (16, 40) or (per_thread == 32 and full and cluster <= 2)
+            return group >= WARP and full
+        return per_thread in (16, 40) or (per_thread == 32 and full and cluster <= 8)
     return cluster == 1 and per_thread in (16, 40) and group >= WARP
 
 
@@ -492,13 +501,22 @@ def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pa
     return STAGED_LARGE_RING_BYTES if keeps_pace and large else STAGED_RING_BYTES
 
 
-def _lead(kind: Kind, cluster: int, stages: int, bytes_of_steps: int) -> int:
+def _lead(kind: Kind, per_thread: int, cluster: int, stages: int, bytes_of_steps: int) -> int:
     """In quarters of a step, given a step's bytes in all blocks of a multiprocessor."""
     norm, x, *_ = kind
+    if ITEMSIZE[x] == 2:
+        if norm == "rmsnorm" and per_thread == columns_per_thread(x):
+            return LEAD_SHORT_ROWS
+        if norm == "rmsnorm" and cluster == CLUSTERS[-1] and per_thread < STAGED_MANY_COLUMNS_PER_THREAD:
+            return LEAD_LARGEST_CLUSTERS
+        if norm == "layernorm" and per_thread == 24:
+            return LEAD_LAYERNORM_24_COLUMNS
+        if norm == "layernorm" and cluster >= 4:
+            return LEAD_LAYERNORM_CLUSTERS
     if norm == "rmsnorm":
         most = MOST_LEAD_OF_STAGES.get(stages, MOST_LEAD_OF_MORE_STAGES)
     else:
-        most = MOST_LEAD if ITEMSIZE[x] == 2 or cluster > 1 else MOST_LEAD_FLOAT32_LAYERNORM
+        most = MOST_LEAD if ITEMSIZE[x] == 2 or cluster > 1 else MOST_LEAD_ALONE_FLOAT32_LAYERNORM
     return min(most, round(4 * LEAD_BYTES / bytes_of_steps))
 
 
@@ -634,7 +652,7 @@ def _halvings(most: int) -> tuple[int, ...]:
 def _staged_static_bytes(x_name: str, cluster: int) -> int:
     """What a block takes beside its dynamic shared memory: the system's kilobyte, BlockState, what meet() declares, or
     in the forward pass numbers of steps, and PaceState."""
-    barriers = 8 + 16 * STAGED_MOST_STAGES * STAGED_MOST_TEAMS
+    barriers = 8 + 16 + 32 * STAGED_MOST_STAGES * STAGED_MOST_TEAMS
     warps = STAGED_MAX_THREADS // WARP * (32 + 8 * cluster * compute_itemsize(x_name))
     return 1024 + _divide_up(barriers + warps + 64 + 48, 128) * 128
 

@@ -47,6 +47,12 @@ private:
     }
 };
 
+struct alignas(16) Sources {
+    unsigned long long first, second;
+};
+inline Sources load_sources(SharedAddress address) { return *reinterpret_cast<const Sources*>(address); }
+inline void store_sources(SharedAddress address, const Sources& sources) { *reinterpret_cast<Sources*>(address) = sources; }
+
 inline void fence_barrier_init() {}
 inline void bulk_copy(SharedAddress target, const void* source, int bytes, Barrier barrier) {
     const auto start = SharedAddress(on_cpu::shared);
@@ -55,7 +61,8 @@ inline void bulk_copy(SharedAddress target, const void* source, int bytes, Barri
     std::memcpy(reinterpret_cast<void*>(target), source, bytes);
     barrier.arrived(bytes);
 }
-inline void bulk_copy_once(SharedAddress target, const void* source, int bytes, Barrier barrier) {
+inline unsigned long long cache_policy(bool) { return 0; }
+inline void bulk_copy(SharedAddress target, const void* source, int bytes, Barrier barrier, unsigned long long) {
     bulk_copy(target, source, bytes, barrier);
 }
 inline void bulk_count(unsigned* counters, SharedAddress last) {
@@ -67,6 +74,7 @@ inline void copy_16_bytes(SharedAddress target, const void* source) {
     std::memcpy(reinterpret_cast<void*>(target), source, 16);
 }
 inline void wait_for_counts() {}
+inline bool elect_lane() { return threadIdx.x % 32 == 0; }
 inline int dynamic_shared_bytes() { return on_cpu::shared_bytes; }
 
 inline int cluster_rank() { return 0; }
