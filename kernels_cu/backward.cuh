@@ -7,7 +7,8 @@
 // Compile-time switches:
 //   LAYER_NORM  0: RMSNorm, 1: LayerNorm
 //   X_TYPE      element type of x and dx          DY_TYPE  element type of dy
-//   WANT_DB     1: db is summed as well           VECTOR   1: 16-byte accesses, 0: single elements
+//   WANT_DB     1: db is summed as well           VECTOR   1: 16-byte accesses (8, where these do not divide a thread's
+//                                                          columns), 0: single elements
 //   COLUMNS_PER_THREAD     PART_OF_WARP  1: a row takes a part of a warp however many columns a thread has
 //   SHORT_ROWS  1: some block has fewer columns of a row than one of its warps would read
 //   WEIGHT_OFFSET  1: w + offset in place of w    PER_HEAD  1: one w for each head
@@ -31,7 +32,8 @@ using Dy = DY_TYPE;
 using Compute = typename ComputeOf<X>::type;
 
 constexpr int kColumnsPerThread = COLUMNS_PER_THREAD;
-constexpr int kVector = VECTOR ? 16 / minimum(sizeof(X), sizeof(Dy)) : 1;
+constexpr int kWideVector = VECTOR ? 16 / minimum(sizeof(X), sizeof(Dy)) : 1;  // of 16 bytes of the smaller type
+constexpr int kVector = kColumnsPerThread % kWideVector ? kWideVector / 2 : kWideVector;
 constexpr int kVectors = kColumnsPerThread / kVector;
 static_assert(kVectors * kVector == kColumnsPerThread, "the vectors cover a thread's columns exactly");
 
@@ -261,7 +263,7 @@ private:
 
     // A few runs at a time: enough to wait for memory together, not so many that registers run out.
     __device__ void add_runs(Level& level, const Compute* runs) const {
-        constexpr int kTogether = kRuns % 4 == 0 ? 4 : 2;
+        constexpr int kTogether = kRuns % 4 == 0 ? 4 : kRuns % 2 == 0 ? 2 : 1;
         static_assert(kRuns % kTogether == 0, "no run is left over");
 #pragma unroll
         for (int first = 0; first < kRuns; first += kTogether) {

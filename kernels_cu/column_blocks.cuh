@@ -27,10 +27,13 @@ struct ColumnArguments {
 };
 
 struct ColumnSlices {
+    using WideX = Packed<X, kWideVector>;
+    using WideDy = Packed<Dy, kWideVector>;
+
     // Rows for which a thread waits together.
-    static constexpr int kBatch = sizeof(XVector) + sizeof(DyVector) <= 32 ? 8 : sizeof(XVector) <= 32 ? 4 : 2;
+    static constexpr int kBatch = sizeof(WideX) + sizeof(WideDy) <= 32 ? 8 : sizeof(WideX) <= 32 ? 4 : 2;
     struct ThreadSums {
-        Compute dw[kVector] = {}, db[kVector] = {};
+        Compute dw[kWideVector] = {}, db[kWideVector] = {};
     };
 
     const ColumnArguments& a;
@@ -40,7 +43,7 @@ struct ColumnSlices {
     int64 x_step, dy_step;      // from one of a thread's rows to the next
 
     __device__ explicit ColumnSlices(const ColumnArguments& a)
-        : a(a), column_threads(blockDim.x / unsigned(a.row_threads)), width(column_threads * kVector),
+        : a(a), column_threads(blockDim.x / unsigned(a.row_threads)), width(column_threads * kWideVector),
           entries(kWantDb && a.dw && a.db ? 2 * width : width), stride(entries + 16 / int(sizeof(Compute))),
           x_step(a.row_threads * a.x_row_stride), dy_step(a.row_threads * a.dy_row_stride) {}
 
@@ -56,7 +59,8 @@ struct ColumnSlices {
 
 private:
     __device__ void sum_rows(int first_column, Compute* shared) const {
-        const int row_thread = threadIdx.x >> log2_of(column_threads), own = (threadIdx.x & (column_threads - 1)) * kVector;
+        const int row_thread = threadIdx.x >> log2_of(column_threads);
+        const int own = (threadIdx.x & (column_threads - 1)) * kWideVector;
         ThreadSums sums;
         if (const int column = first_column + own; column < a.columns) {
             const X* x = a.x + row_thread * a.x_row_stride + column;
@@ -68,7 +72,7 @@ private:
             }
         }
         Compute* target = shared + row_thread * stride + own;
-        Packed<Compute, kVector> packed;
+        Packed<Compute, kWideVector> packed;
         if (a.dw) {
             packed.pack(sums.dw);
             packed.store(target);
@@ -81,8 +85,8 @@ private:
     }
 
     __device__ void add_batch(ThreadSums& sums, int first_row, const X* x_at, const Dy* dy_at) const {
-        XVector x_packed[kBatch] = {};
-        DyVector dy_packed[kBatch] = {};
+        WideX x_packed[kBatch] = {};
+        WideDy dy_packed[kBatch] = {};
         RowStatistics statistics[kBatch] = {};
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
@@ -98,17 +102,17 @@ private:
         ThreadSums batch;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-            Compute x[kVector], dy[kVector];
+            Compute x[kWideVector], dy[kWideVector];
             x_packed[i].unpack(x);
             dy_packed[i].unpack(dy);
 #pragma unroll
-            for (int v = 0; v < kVector; ++v) {
+            for (int v = 0; v < kWideVector; ++v) {
                 batch.dw[v] += dy[v] * statistics[i].centred(x[v]) * statistics[i].rstd;
                 if constexpr (kWantDb) batch.db[v] += dy[v];
             }
         }
 #pragma unroll
-        for (int v = 0; v < kVector; ++v) {
+        for (int v = 0; v < kWideVector; ++v) {
             sums.dw[v] += batch.dw[v];
             if constexpr (kWantDb) sums.db[v] += batch.db[v];
         }

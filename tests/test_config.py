@@ -29,7 +29,9 @@ DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")} | 
 }
 # Every power of two and its neighbours: where one route ends and the next begins.
 POWERS = [1 << k for k in range(19)]
-COLUMNS = sorted({n + d for n in POWERS for d in (-1, 0, 1, 8) if 1 <= n + d <= 262144} | {768, 20480, 262143})
+COLUMNS = sorted(
+    {n + d for n in POWERS for d in (-1, 0, 1, 8) if 1 <= n + d <= 262144} | {768, 7168, 20480, 28672, 262143}
+)
 
 
 def backward(columns: int, x: str, dy: str, rows: int = 4096, norm: str = "layernorm") -> NormProblem:
@@ -115,6 +117,35 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned, norm, rows):
             assert aligned, at
             assert columns % width == 0, at
             assert chosen.slab_columns % width == 0, at
+
+
+@pytest.mark.parametrize(
+    ("columns", "name", "cluster", "per_thread", "others"),
+    [
+        (7168, "bfloat16", 1, 28, 32),
+        (14336, "float16", 2, 28, 32),
+        (28672, "bfloat16", 4, 28, 32),
+        (3584, "bfloat16", 1, 32, 32),  # of 128 threads a row: not timed to gain
+        (7160, "bfloat16", 1, 32, 32),  # some lanes would have fewer
+        (1792, "float32", 1, 28, 32),
+        (7168, "float32", 1, 28, 32),
+        (896, "float32", 1, 32, 32),  # of one warp
+    ],
+)
+def test_28_columns_a_thread_where_they_fill_the_lanes(columns, name, cluster, per_thread, others):
+    """Of LayerNorm with db alone, where it keeps pace so; where x and dy differ, RMSNorm and other devices as ever."""
+    hopper = DEVICES["sm_90"]
+    chosen = config.backward_config(backward(columns, name, name), True, hopper)
+    assert (chosen.cluster, defined(chosen, "COLUMNS_PER_THREAD")) == (cluster, per_thread)
+    assert per_thread != 28 or (chosen.lead > 0 and chosen.slab_columns == 28 * chosen.group_threads)
+    for other, device, aligned in (
+        (backward(columns, name, name, norm="rmsnorm"), hopper, True),
+        (replace(backward(columns, name, name), want_db=False), hopper, True),
+        (backward(columns, name, "float32" if name != "float32" else "float16"), hopper, True),
+        (backward(columns, name, name), DEVICES["sm_120"], True),
+    ):
+        chosen = config.backward_config(other, aligned, device)
+        assert chosen.route != "staged" or defined(chosen, "COLUMNS_PER_THREAD") == others
 
 
 def what_orders_a_rows_sums(chosen: config.BackwardConfig) -> tuple[object, ...]:
@@ -617,9 +648,9 @@ PACE_LENGTHS = (
     *(7168, 14336, 16384, 20480, 32768, 65536, 262144),
 )
 PACED_LAYERNORM = {
-    "float16": (16, 256, 512, 768, 1024, 3072, 4096, 5120, 16384, 20480, 32768, 65536),
-    "bfloat16": (16, 256, 512, 768, 1024, 3072, 4096, 5120, 16384, 20480, 32768, 65536),
-    "float32": (16, 256, 384, 512, 1024, 4096, 5120, 16384, 20480, 32768),
+    "float16": (16, 256, 512, 768, 1024, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536),
+    "bfloat16": (16, 256, 512, 768, 1024, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536),
+    "float32": (16, 256, 384, 512, 1024, 4096, 5120, 7168, 14336, 16384, 20480, 32768),
     "float64": (384, 512, 768, 1024, 3072),
 }
 
@@ -691,6 +722,7 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
         ("layernorm", 4096, "bfloat16", 7),  # four of 32 KB
         ("layernorm", 3072, "bfloat16", 9),  # 24 columns a thread
         ("layernorm", 5120, "bfloat16", 6),  # 40 KB
+        ("layernorm", 7168, "bfloat16", 8),  # 28 columns a thread
         ("layernorm", 32768, "bfloat16", 8),  # clusters of four
         ("rmsnorm", 20480, "bfloat16", 6),  # two blocks of 20 KB
         ("rmsnorm", 131072, "bfloat16", 8),  # clusters of sixteen
@@ -714,7 +746,7 @@ def test_a_walker_of_larger_steps_has_fewer_before_the_others(norm, columns, nam
         ("rmsnorm", 32768, "bfloat16", 4, 3),
         ("rmsnorm", 6144, "bfloat16", 5, 4),
         ("rmsnorm", 12288, "float16", 5, 4),
-        ("layernorm", 7168, "bfloat16", 4, 4),  # keeps no pace
+        ("layernorm", 7168, "bfloat16", 4, 4),
         ("layernorm", 32768, "bfloat16", 4, 3),
         ("layernorm", 131072, "bfloat16", 4, 4),  # keeps no pace
         ("layernorm", 5120, "bfloat16", 3, 3),  # from here on: would lose, or have no room for one more

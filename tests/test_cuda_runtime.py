@@ -196,12 +196,12 @@ def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, colu
 
 
 LAYERNORM_KEEPS_PACE = {
-    "bfloat16": (128, 512, 768, 1024, 1536, 3072, 4096, 5120, 16384, 20480, 32768, 65536),
-    "float32": (256, 4096, 16384, 32768),
+    "bfloat16": (128, 512, 768, 1024, 1536, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536),
+    "float32": (256, 1792, 4096, 7168, 16384, 32768),
 }
 PACE_CASES = {
-    "bfloat16": (128, 384, 512, 768, 1001, 1024, 1536, 3072, 4096, 5120, 7168, 16384, 20480, 32768, 65536),
-    "float32": (256, 768, 4096, 16384, 32768),
+    "bfloat16": (128, 384, 512, 768, 1001, 1024, 1536, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536),
+    "float32": (256, 768, 1792, 4096, 7168, 16384, 32768),
 }
 
 
@@ -258,11 +258,12 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int, dtype: s
 
 
 @pytest.mark.parametrize(
-    ("columns", "dtype"), [(384, "bfloat16"), (768, "float16"), (1536, "bfloat16"), (3072, "float32")]
+    ("columns", "dtype"),
+    [(384, "bfloat16"), (768, "float16"), (1536, "bfloat16"), (3072, "float32"), (3584, "float32"), (7168, "float16")],
 )
 def test_a_row_has_the_same_bits_in_short_and_long_launches(cupy: Any, columns: int, dtype: str) -> None:
-    """A long one may have other blocks (of 24 columns a thread, of float32), one of little data larger ones: a row's
-    sums do not depend on them."""
+    """A long one may have other blocks (of 24 or 28 columns a thread, of float32), one of little data larger ones: a
+    row's sums do not depend on them."""
     random = cupy.random.default_rng(columns)
     shape = (66_000_000 // columns, columns)
     x, dy = (random.standard_normal(shape, np.float32).astype(DTYPES[dtype]) for _ in range(2))

@@ -96,10 +96,12 @@ STAGED = ("backward_staged", "forward_staged")
         (7, 3072, ("bfloat16", "", None), 0),
         (4, 6144, ("bfloat16", "", "float32"), 0),
         (3, 5120, ("bfloat16", "", "float32"), 0),
+        (3, 7168, ("bfloat16", "", "float32"), 0),
         (2, 8192, ("bfloat16", "", "bfloat16"), 0),
         (12, 1001, ("bfloat16", "", "float32"), 0),
         (20, 512, ("float32", "", "float32"), 0),
         (9, 1280, ("float32", "bfloat16", "float32"), 0),
+        (9, 1792, ("float32", "", "float32"), 0),
         (7, 640, ("float64", "", "float64"), 0),
     ],
 )
@@ -122,7 +124,8 @@ def small_device(device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch) -> Kerne
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
-    ("rows", "columns"), [(2500, 128), (1300, 256), (900, 384), (333, 1024), (200, 1536), (80, 4096), (90, 1001)]
+    ("rows", "columns"),
+    [(2500, 128), (1300, 256), (900, 384), (333, 1024), (200, 1536), (80, 4096), (64, 7168), (90, 1001)],
 )
 def test_many_steps(small_device: KernelsOnCpu, norm: str, rows: int, columns: int) -> None:
     check_both(small_device, case_of(norm, rows, columns), STAGED)

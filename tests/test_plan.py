@@ -403,7 +403,8 @@ LONG = [
     ("layernorm", 512, 4, True),
     ("layernorm", 4096, 1, True),
     ("layernorm", 5120, 1, True),
-    ("layernorm", 7168, 1, False),
+    ("layernorm", 7168, 1, True),
+    ("layernorm", 8000, 1, False),
 ]
 
 

@@ -47,6 +47,14 @@ STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 # memory (backward.cuh: kManyColumns, Weights::kInShared).
 STAGED_MANY_COLUMNS_PER_THREAD = 64
 STAGED_SHARED_W_BYTES = 3 * 8 * 4
+# Of LayerNorm with db, x and dy of one type, where so many fill the lanes of a block exactly, of so many threads a row
+# by the bytes of x's type: with 32 of them idle lanes remained, and pace lost. In accesses of 8 bytes, where x has two.
+# 1 GB, 7168 247.5 → 244.3 us, 14336 252.2 → 241.4, 28672 253.9 → 248.3; 200 MB 1 to 4% less; 100 MB 37.2 → 36.9, 36.9 →
+# 38.0, 38.5 → 38.6; 25 MB 16.9 → 17.4, 16.6 → 16.7, 19.2 → 18.5. float32, 1 GB, 1792 256.9 → 240.3, 3584 254.5 → 239.4,
+# 7168 251.5 → 242.9, 14336 243.5 → 242.8, 28672 242.2 → 240.2; 100 MB 1 to 5% less; 25 MB 18.2 → 15.0, 17.1 → 17.1,
+# 17.4 → 15.2, 18.0 → 15.2, 17.5 → 17.4. Of 16 bits 896 and 1792 lost 7 and 20% at 25 MB, 3584 4% at 12. RMSNorm keeps
+# pace in any case.
+STAGED_FILLING_COLUMNS, STAGED_FILLING_THREADS = 28, {2: (256,), 4: (64, 128, 256)}
 # With 40 columns a thread a longer part of a row goes to a cluster of twice as many blocks.
 STAGED_MOST_COLUMNS = {40: 8448}
 FORWARD_STAGED_LEAST_STAGES = 2
@@ -84,6 +92,11 @@ MOST_LEAD_OF_STAGES, MOST_LEAD_OF_MORE_STAGES = {3: 7, 4: 6}, 5  # RMSNorm
 # 65536 247.6, 247.5, 247.2, 247.0, 247.2.
 LEAD_SHORT_ROWS, LEAD_LARGEST_CLUSTERS = 9, 8  # RMSNorm
 LEAD_LAYERNORM_24_COLUMNS, LEAD_LAYERNORM_CLUSTERS = 9, 8
+# With 28 columns a thread, LayerNorm, 1 GB, with seven, eight, nine and ten: 7168 244.8, 244.3, 244.2, 244.7 us, 14336
+# 241.3, 241.4, 242.9, 244.3, 28672 249.5, 248.3, 248.4, 248.5; in float32, with five, seven and nine: 1792 241.9,
+# 240.3, 241.8, 3584 241.3, 239.4, 240.7, 7168 242.9, 246.5, 249.1, 14336 242.8, 246.1, 248.6, 28672 250.0, 241.9,
+# 240.2. Float32 by cluster.
+LEAD_FILLING, LEAD_FILLING_FLOAT32 = 8, {1: 5, 2: 5, 4: 9}
 # Forward, in clusters, RMSNorm, 1 GB, with nine, ten, eleven and twelve: N=14336 166.8, 166.7, 166.9, 167.7 us, 32768
 # 165.4, 165.5, 165.7, 166.4, 65536 166.5, 166.1, 166.6, 167.1. Of 64 columns a thread, by blocks of a cluster, each
 # with three to six: RMSNorm, N=131072 172.6, 167.5, 166.7, 167.1 us; LayerNorm, 32768 182.4, 172.1, 167.7, 168.6; with
@@ -328,6 +341,8 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         if held is None or slab > STAGED_MOST_COLUMNS.get(held[0], slab):
             continue
         kind = (problem.norm, name, dy_name, _sums_db(problem), vector)
+        if _may_fill_lanes(kind, cluster, device) and slab in _filling_slabs(name):
+            held = STAGED_FILLING_COLUMNS, slab // STAGED_FILLING_COLUMNS
         split = _Split(kind, *held, cluster, slab, _keeps_pace(kind, held, cluster, full=slab == held[0] * held[1]))
         if config := _staged_blocks(problem, split, definitions, device):
             return config
@@ -452,6 +467,8 @@ def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> 
         return True
     if ITEMSIZE[x] != ITEMSIZE[dy]:
         return False
+    if per_thread == STAGED_FILLING_COLUMNS:  # chosen for that
+        return True
     if norm == "layernorm" and ITEMSIZE[x] == 4:
         gains = per_thread in (32, 40) and full and cluster <= 8
         return gains or per_thread == 16 or (per_thread == 40 and cluster == 1)
@@ -504,6 +521,8 @@ def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pa
 def _lead(kind: Kind, per_thread: int, cluster: int, stages: int, bytes_of_steps: int) -> int:
     """In quarters of a step, given a step's bytes in all blocks of a multiprocessor."""
     norm, x, *_ = kind
+    if per_thread == STAGED_FILLING_COLUMNS:
+        return LEAD_FILLING if ITEMSIZE[x] == 2 else LEAD_FILLING_FLOAT32[cluster]
     if ITEMSIZE[x] == 2:
         if norm == "rmsnorm" and per_thread == columns_per_thread(x):
             return LEAD_SHORT_ROWS
@@ -537,6 +556,18 @@ def _staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) 
     choice = _usual_columns(x) if usual else STAGED_COLUMNS_PER_THREAD[vector][_compute_name(x)]
     many = vector and x == dy and ITEMSIZE[x] == 2 and cluster == 16
     return (choice, (STAGED_MANY_COLUMNS_PER_THREAD,)) if many else (choice,)
+
+
+def _may_fill_lanes(kind: Kind, cluster: int, device: Device) -> bool:
+    """Whether kernels with STAGED_FILLING_COLUMNS were timed there, and so are compiled."""
+    norm, x, dy, sums_db, vector = kind
+    timed = norm == "layernorm" and sums_db and vector and x == dy and x != "float64" and cluster <= 4
+    return timed and device.has_large_shared_memory
+
+
+def _filling_slabs(x: str) -> tuple[int, ...]:
+    """Columns of a block that have STAGED_FILLING_COLUMNS."""
+    return tuple(STAGED_FILLING_COLUMNS * threads for threads in STAGED_FILLING_THREADS[ITEMSIZE[x]])
 
 
 def _forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Device) -> Choice:
@@ -1029,12 +1060,17 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
         split = (*definitions, f"COLUMNS_PER_THREAD={columns_per_thread(x)}")
         yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), split)
-        choices = functools.partial(_staged_choice, x, dy, vector)
+        kind = (norm, x, dy, want_db, vector)
+
+        def choices(cluster: int, device: Device, kind: Kind = kind) -> Choice:
+            filling: Choice = ((STAGED_FILLING_COLUMNS,),) if _may_fill_lanes(kind, cluster, device) else ()
+            return (*_staged_choice(kind[1], kind[2], kind[4], cluster, device), *filling)
+
         parts = _part_of_warp(x, choices(1, device), device)
         for per_thread in parts:
             direct = (*definitions, *_direct_definitions(per_thread, SMALL_BLOCK, vector, True))
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
-        paced_of = functools.partial(_keeps_pace, (norm, x, dy, want_db, vector))
+        paced_of = functools.partial(_keeps_pace, kind)
         short_of = functools.partial(_has_short_rows, x, vector)
         yield from _staged_variants("backward_staged", definitions, x, device, choices, parts, paced_of, short_of)
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
