@@ -124,16 +124,27 @@ def small_device(device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch) -> Kerne
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
-    ("rows", "columns"),
-    [(2500, 128), (1300, 256), (900, 384), (333, 1024), (200, 1536), (80, 4096), (64, 7168), (90, 1001)],
+    ("rows", "columns", "name"),
+    [
+        (2500, 128, "bfloat16"),
+        (1300, 256, "bfloat16"),
+        (900, 384, "bfloat16"),
+        (333, 1024, "bfloat16"),
+        (200, 1536, "bfloat16"),
+        (80, 4096, "bfloat16"),
+        (64, 7168, "bfloat16"),
+        (90, 1001, "bfloat16"),
+        (200, 1792, "float32"),
+    ],
 )
-def test_many_steps(small_device: KernelsOnCpu, norm: str, rows: int, columns: int) -> None:
-    check_both(small_device, case_of(norm, rows, columns), STAGED)
+def test_many_steps(small_device: KernelsOnCpu, norm: str, rows: int, columns: int, name: str) -> None:
+    check_both(small_device, case_of(norm, rows, columns, name), STAGED)
 
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
-    ("rows", "columns"), [(4001, 128), (1999, 512), (1011, 768), (1012, 768), (900, 1024), (901, 1024), (203, 4096)]
+    ("rows", "columns"),
+    [(4001, 128), (1999, 512), (1011, 768), (1012, 768), (900, 1024), (901, 1024), (203, 4096), (101, 7168)],
 )
 def test_who_keeps_pace_leaves_counters_of_zero(small_device: KernelsOnCpu, norm: str, rows: int, columns: int) -> None:
     """Every step is counted, in each place, of walks of even lengths and odd ones; else the next launch waits."""
