@@ -53,10 +53,10 @@ COPIES = (
     (
         "second_half(dx + k * own.step(), holds, k, x, dy, w, before.row, coefficients);",
         """XVector sum;
-                for (int i = 0; i < XVector::kWords; ++i) {
-                    const auto &a = x.words[i], &b = dy.words[i];
-                    sum.words[i] = {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-                }
+                const auto *a = reinterpret_cast<const unsigned*>(x.words);
+                const auto *b = reinterpret_cast<const unsigned*>(dy.words);
+#pragma unroll
+                for (int i = 0; i < XVector::kBytes / 4; ++i) reinterpret_cast<unsigned*>(sum.words)[i] = a[i] + b[i];
                 if (holds) sum.store_streaming(dx + k * own.step());""",
     ),
     ("now.row = statistics.of(a, first_row, walk.step, j);", "now.row.rstd = 1;"),
