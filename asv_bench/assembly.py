@@ -12,7 +12,6 @@ whether the instructions are, one by one, the first one's.
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
 import json
 import re
@@ -78,8 +77,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         trees = [[least([Made(*each) for each in made]) for made in zip(*tree, strict=True)] for tree in rounds]
         lines = list(lines_of(rows, trees))
         if target:
-            with target.open("w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([head, *lines])
+            report.write_rows(target, head, lines)
     for name, tree in zip(names, options.trees, strict=True):
         print(f"{name}: {tree.words}")
     print(f"\n{report.table(head, lines)}")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import csv
 import io
 import json
 import os
@@ -75,8 +74,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         head += [*(f"{name}: faster" for name in names[1:]), "spread"]
         lines = [line(row, [[times[number] for times in tree] for tree in seconds]) for number, row in enumerate(rows)]
         if target:
-            with target.open("w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([head, *lines])
+            report.write_rows(target, head, lines)
     print(bench.device_name(xp))
     for name, tree in zip(names, options.trees, strict=True):
         print(f"{name}: {tree.words}")

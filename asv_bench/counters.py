@@ -69,9 +69,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     rows = rows_of(options)
     with ExitStack() as files:
         target = None if options.profiled else cli.writable(files, "--csv", options.csv)
-        cupy, reason = cli.usable_cupy()
-        if cupy is None:
-            raise cli.UsageError(f"a CUDA device and CuPy are needed: {reason}")
+        cupy = cli.needed_cupy()
         if options.profiled:
             call_each(rows, cupy)
             return 0
@@ -79,8 +77,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             raise cli.UsageError(f"argument --ncu: {options.ncu} is not a program; Nsight Compute is needed")
         lines = list(table(rows, read(profile(options.ncu, arguments))))
         if target:
-            with target.open("w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([HEAD, *lines])
+            report.write_rows(target, HEAD, lines)
     print(f"{bench.device_name(cupy)}\n")
     print(report.table(HEAD, lines))
     return 0

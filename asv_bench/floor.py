@@ -38,9 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run() -> int:
     from cupynorm import cli
 
-    cupy, reason = cli.usable_cupy()
-    if cupy is None:
-        raise cli.UsageError(f"a CUDA device and CuPy are needed: {reason}")
+    cupy = cli.needed_cupy()
     lines = [line(cupy, norm, columns) for norm in ("rmsnorm", "layernorm") for columns in COLUMNS]
     nothing = bench.time_call(lambda: None, cupy) * 1e6
     print(f"{bench.device_name(cupy)}; a call that does nothing reads {nothing:.1f} us\n")

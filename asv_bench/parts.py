@@ -20,7 +20,6 @@ do as always.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import shutil
 import sys
@@ -113,9 +112,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from cupynorm import cli
 
     rows = [row for op in OPS for row in by_data(op, options.only, options.sizes, "bfloat16")]
-    cupy, reason = cli.usable_cupy()
-    if cupy is None:
-        raise cli.UsageError(f"a CUDA device and CuPy are needed: {reason}")
+    cupy = cli.needed_cupy()
     if options.turn is not None:
         times = [both_us(row.case, inputs_of(row, cupy), cupy) for row in rows]
         print(json.dumps([str(Path(bench.__file__).resolve()), times]))
@@ -133,8 +130,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             times = [time for both in parts for time in both]
             lines.append([row.case.op, row.case.shape, *(f"{time:.1f}" for time in (*limits, *times))])
         if target:
-            with target.open("w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([HEAD, *lines])
+            report.write_rows(target, HEAD, lines)
     print(f"{bench.device_name(cupy)}; bfloat16, w in float32\n")
     print(report.table(HEAD, lines))
     return 0

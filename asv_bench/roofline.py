@@ -25,7 +25,6 @@ The sets:
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -164,9 +163,7 @@ def run(options: argparse.Namespace) -> int:
     chosen = rows_of(options)
     with ExitStack() as files:
         target = cli.writable(files, "--csv", options.csv)
-        cupy, reason = cli.usable_cupy()
-        if cupy is None:
-            raise cli.UsageError(f"a CUDA device and CuPy are needed: {reason}")
+        cupy = cli.needed_cupy()
         lines = []
         for row in report.progress(chosen, lambda row: f"{row.case.op} {row.case.shape}"):
             measured = bench.measure_case(row.case, inputs_of(row, cupy), xp=cupy)
@@ -176,8 +173,7 @@ def run(options: argparse.Namespace) -> int:
             case, share = row.case, f"{measured.fraction:.3f}"
             lines.append([case.op, case.shape, case.dtypes, row.layout, *times[:2], share, times[2], meets])
         if target:
-            with target.open("w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([HEAD, *lines])
+            report.write_rows(target, HEAD, lines)
     print(f"{bench.device_name(cupy)}; a call that does nothing reads {measured.empty_seconds * 1e6:.1f} us\n")
     print(report.table(HEAD, lines))
     print(f"\n{sum(line[-1] == 'yes' for line in lines)} of {len(lines)} meet their bound")

@@ -24,7 +24,6 @@ on a multiprocessor; "of triad" is the triad's time over the call's.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -101,9 +100,7 @@ def run(options: argparse.Namespace) -> int:
     head += [f"{size:g} MB: {what}" for size in options.sizes for what in ("us", "of triad")]
     with ExitStack() as files:
         target = cli.writable(files, "--csv", options.csv)
-        cupy, reason = cli.usable_cupy()
-        if cupy is None:
-            raise cli.UsageError(f"a CUDA device and CuPy are needed: {reason}")
+        cupy = cli.needed_cupy()
         if int(cupy.cuda.Device().compute_capability) < 90:
             raise cli.UsageError("bulk copies need compute capability 9.0")
         nothing = bench.time_call(lambda: None, cupy)
@@ -116,8 +113,7 @@ def run(options: argparse.Namespace) -> int:
             for time, triad in zip(seconds, triads, strict=True):
                 lines[-1] += [f"{time * 1e6:.1f}", f"{triad / time:.3f}"]
         if target:
-            with target.open("w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([head, *lines])
+            report.write_rows(target, head, lines)
     times = [f"{size:g} MB {triad * 1e6:.1f} us" for size, triad in zip(options.sizes, triads, strict=True)]
     words = f"a call that does nothing reads {nothing * 1e6:.1f} us, the triad {', '.join(times)}"
     print(f"{bench.device_name(cupy)}; {words}\n")

@@ -150,6 +150,14 @@ def usable_cupy() -> tuple[Any, str]:
     return cupy, ""
 
 
+def needed_cupy() -> Any:
+    """CuPy, where it is usable. Raises UsageError where it is not."""
+    cupy, reason = usable_cupy()
+    if cupy is None:
+        raise UsageError(f"a CUDA device and CuPy are needed: {reason}")
+    return cupy
+
+
 def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 

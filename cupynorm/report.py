@@ -94,18 +94,24 @@ CSV_HEAD = (
 
 def write_csv(path: Path, measurements: Iterable[Measurement]) -> None:
     """One line for each measurement; `triad_seconds` is scaled to the bytes that the work needs."""
+    write_rows(
+        path,
+        CSV_HEAD,
+        (
+            [
+                *(m.case.op, m.case.rows, m.case.columns, m.case.dtype.name, m.case.w_dtype.name, int(m.case.has_bias)),
+                *(m.device, f"{m.seconds:.9f}", m.case.bytes, f"{m.gbps:.2f}", f"{m.fraction:.4f}"),
+                *(f"{m.triad_seconds:.9f}", f"{m.triad.gbps:.2f}", f"{m.empty_seconds:.9f}"),
+            ]
+            for m in measurements
+        ),
+    )
+
+
+def write_rows(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """The rows of a table as CSV, under its head."""
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(CSV_HEAD)
-        for m in measurements:
-            case = m.case
-            writer.writerow(
-                [
-                    *(case.op, case.rows, case.columns, case.dtype.name, case.w_dtype.name, int(case.has_bias)),
-                    *(m.device, f"{m.seconds:.9f}", case.bytes, f"{m.gbps:.2f}", f"{m.fraction:.4f}"),
-                    *(f"{m.triad_seconds:.9f}", f"{m.triad.gbps:.2f}", f"{m.empty_seconds:.9f}"),
-                ]
-            )
+        csv.writer(file).writerows([head, *rows])
 
 
 def plot_formats() -> set[str]:
