@@ -3,9 +3,9 @@
 // are read twice, the second time mostly from the L2 cache, but no block waits for another, and no partial row goes through
 // memory.
 //
-// A block takes slices of columns, of one vector for each of its column threads, and all rows of these, shared out among
-// `row_threads`. Order of a column's sum: kBatch of a thread's rows in turn, these in turn; then, in float64, every n-th
-// thread in turn, and n lanes by a butterfly.
+// A block takes slices of columns, of 16 bytes or a single element for each of its column threads, and all rows of these,
+// shared out among `row_threads`. Order of a column's sum: kBatch of a thread's rows in turn, these in turn; then, in float64,
+// every n-th thread in turn, and n lanes by a butterfly.
 //
 // Expects backward.cuh.
 #pragma once

@@ -1,4 +1,4 @@
-// Element types, their conversions, and packed vectors that move in 16-byte accesses.
+// Element types, their conversions, and packed vectors that move in accesses of up to 16 bytes.
 //
 // No CUDA header is included anywhere in kernels_cu/: NVRTC then compiles a kernel several times faster. Sixteen-bit
 // floats are therefore structs around their bits, converted by the hardware's own instructions.

@@ -31,7 +31,7 @@ constexpr bool kClustered = kCluster > 1;
 constexpr int kMaxStages = 8;
 // Of a team: two warps where a thread has 32 or 64 columns; forward, where a row takes eight lanes or fewer, too: LayerNorm,
 // N=128, 1 GB, 182.6 → 171.5 us, where a team was a block before. Four in place of two lost 1% of RMSNorm at N=4096 and 7168,
-// and 4% of its forward pass; two lost with 40 columns in LayerNorm, with 28 (N=7168, 1 GB, 243.3 → 259.1 us, though 14336
+// and 4% of its forward pass; two lost with 40 columns in LayerNorm, with 28 (N=7168, 1 GB, 244.6 → 259.1 us, though 14336
 // 241.0 → 240.8) and with 24 in the forward pass, where a team's copies would be of 5, 3.5 or 3 KB. In the largest clusters,
 // where the blocks wait for each other, a team is the block, but for rows that take nearly all its memory.
 constexpr bool kMayHaveTeams = kVector > 1 && (kWholeWarps || kColumnsPerThread == 32) && (kCluster < 16 || kManyColumns);

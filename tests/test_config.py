@@ -30,7 +30,8 @@ DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")} | 
 # Every power of two and its neighbours: where one route ends and the next begins.
 POWERS = [1 << k for k in range(19)]
 COLUMNS = sorted(
-    {n + d for n in POWERS for d in (-1, 0, 1, 8) if 1 <= n + d <= 262144} | {768, 7168, 20480, 28672, 262143}
+    {n + d for n in POWERS for d in (-1, 0, 1, 8) if 1 <= n + d <= 262144}
+    | {768, 1792, 3584, 7168, 14336, 20480, 28672, 262143}
 )
 
 
@@ -120,32 +121,45 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned, norm, rows):
 
 
 @pytest.mark.parametrize(
-    ("columns", "name", "cluster", "per_thread", "others"),
+    ("columns", "name", "cluster", "per_thread"),
     [
-        (7168, "bfloat16", 1, 28, 32),
-        (14336, "float16", 2, 28, 32),
-        (28672, "bfloat16", 4, 28, 32),
-        (3584, "bfloat16", 1, 32, 32),  # of 128 threads a row: not timed to gain
-        (7160, "bfloat16", 1, 32, 32),  # some lanes would have fewer
-        (1792, "float32", 1, 28, 32),
-        (7168, "float32", 1, 28, 32),
-        (896, "float32", 1, 32, 32),  # of one warp
+        (7168, "bfloat16", 1, 28),
+        (14336, "float16", 2, 28),
+        (28672, "bfloat16", 4, 28),
+        (57344, "bfloat16", 8, 32),  # not timed
+        (3584, "bfloat16", 1, 32),  # of 128 threads a row: loses
+        (7160, "bfloat16", 1, 32),  # some lanes would have fewer,
+        (14328, "bfloat16", 2, 32),  # of the last block
+        (28656, "float16", 4, 32),
+        (1792, "float32", 1, 28),
+        (3584, "float32", 1, 28),
+        (7168, "float32", 1, 28),
+        (7160, "float32", 2, 32),
+        (14336, "float32", 2, 28),  # its blocks have all their shared memory in use
+        (14328, "float32", 4, 32),
+        (28672, "float32", 8, 32),  # four blocks have no room
+        (896, "float32", 1, 32),  # of one warp
     ],
 )
-def test_28_columns_a_thread_where_they_fill_the_lanes(columns, name, cluster, per_thread, others):
+def test_28_columns_a_thread_where_they_fill_the_lanes(columns, name, cluster, per_thread):
     """Of LayerNorm with db alone, where it keeps pace so; where x and dy differ, RMSNorm and other devices as ever."""
     hopper = DEVICES["sm_90"]
     chosen = config.backward_config(backward(columns, name, name), True, hopper)
-    assert (chosen.cluster, defined(chosen, "COLUMNS_PER_THREAD")) == (cluster, per_thread)
-    assert per_thread != 28 or (chosen.lead > 0 and chosen.slab_columns == 28 * chosen.group_threads)
-    for other, device, aligned in (
-        (backward(columns, name, name, norm="rmsnorm"), hopper, True),
-        (replace(backward(columns, name, name), want_db=False), hopper, True),
-        (backward(columns, name, "float32" if name != "float32" else "float16"), hopper, True),
-        (backward(columns, name, name), DEVICES["sm_120"], True),
-    ):
-        chosen = config.backward_config(other, aligned, device)
-        assert chosen.route != "staged" or defined(chosen, "COLUMNS_PER_THREAD") == others
+    assert (chosen.route, chosen.cluster, defined(chosen, "COLUMNS_PER_THREAD")) == ("staged", cluster, per_thread)
+    assert per_thread != 28 or (chosen.lead > 0 and columns == 28 * chosen.group_threads * cluster)
+    problem = backward(columns, name, name)
+    others = {
+        "rmsnorm": config.backward_config(replace(problem, norm="rmsnorm", want_db=False), True, hopper),
+        "without db": config.backward_config(replace(problem, want_db=False), True, hopper),
+        "mixed": config.backward_config(
+            backward(columns, name, "float16" if name == "float32" else "float32"), True, hopper
+        ),
+        "off 16 bytes": config.backward_config(problem, False, hopper),
+        "another device": config.backward_config(problem, True, DEVICES["sm_120"]),
+    }
+    assert {which: defined(other, "COLUMNS_PER_THREAD") for which, other in others.items()} == {
+        which: 16 if other.route != "staged" else 32 for which, other in others.items()
+    }
 
 
 def what_orders_a_rows_sums(chosen: config.BackwardConfig) -> tuple[object, ...]:
@@ -722,7 +736,9 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
         ("layernorm", 4096, "bfloat16", 7),  # four of 32 KB
         ("layernorm", 3072, "bfloat16", 9),  # 24 columns a thread
         ("layernorm", 5120, "bfloat16", 6),  # 40 KB
-        ("layernorm", 7168, "bfloat16", 8),  # 28 columns a thread
+        ("layernorm", 28672, "bfloat16", 8),  # 28 columns a thread
+        ("layernorm", 3584, "float32", 7),
+        ("layernorm", 14336, "float32", 5),
         ("layernorm", 32768, "bfloat16", 8),  # clusters of four
         ("rmsnorm", 20480, "bfloat16", 6),  # two blocks of 20 KB
         ("rmsnorm", 131072, "bfloat16", 8),  # clusters of sixteen

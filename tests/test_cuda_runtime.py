@@ -281,6 +281,7 @@ WALKS_OF_FEW_STEPS = [
     *product((512, 1001, 1024, 4096, 5120, 7168, 8191, 12288, 12289, 14336, 16384, 20480, 65536), (1, 2, 3, 4)),
     *((1001, 16), (4096, 15), (4096, 17), (16384, 17), (262144, 70)),  # around and beyond one level of column sums, and
     (262144, 1),  # 64 columns a thread with a single step
+    *((28672, 20), (14336, 40)),  # 28 in clusters
 ]
 
 

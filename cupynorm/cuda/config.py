@@ -1,7 +1,8 @@
 """Launch choices: a pure function of the problem and the device, needing no GPU.
 
-What fixes the order of a row's sums (route, vector width, threads and blocks that share a row) depends on the row and
-its layout alone, never on how many rows come with it: so a row's dx and y have the same bits in any company.
+What fixes the order of a row's sums (route, vector width, threads and blocks that share a row) depends on the row, its
+layout and what is summed alone, never on how many rows come with it: so a row's dx and y have the same bits in any
+company.
 """
 
 from __future__ import annotations
@@ -47,14 +48,17 @@ STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 # memory (backward.cuh: kManyColumns, Weights::kInShared).
 STAGED_MANY_COLUMNS_PER_THREAD = 64
 STAGED_SHARED_W_BYTES = 3 * 8 * 4
-# Of LayerNorm with db, x and dy of one type, where so many fill the lanes of a block exactly, of so many threads a row
-# by the bytes of x's type: with 32 of them idle lanes remained, and pace lost. In accesses of 8 bytes, where x has two.
-# 1 GB, 7168 247.5 → 244.3 us, 14336 252.2 → 241.4, 28672 253.9 → 248.3; 200 MB 1 to 4% less; 100 MB 37.2 → 36.9, 36.9 →
-# 38.0, 38.5 → 38.6; 25 MB 16.9 → 17.4, 16.6 → 16.7, 19.2 → 18.5. float32, 1 GB, 1792 256.9 → 240.3, 3584 254.5 → 239.4,
-# 7168 251.5 → 242.9, 14336 243.5 → 242.8, 28672 242.2 → 240.2; 100 MB 1 to 5% less; 25 MB 18.2 → 15.0, 17.1 → 17.1,
-# 17.4 → 15.2, 18.0 → 15.2, 17.5 → 17.4. Of 16 bits 896 and 1792 lost 7 and 20% at 25 MB, 3584 4% at 12. RMSNorm keeps
-# pace in any case.
-STAGED_FILLING_COLUMNS, STAGED_FILLING_THREADS = 28, {2: (256,), 4: (64, 128, 256)}
+# Of LayerNorm with db, x and dy of one type, where so many fill the lanes of all blocks exactly, by the bytes of x's
+# type so many threads a row in blocks of clusters up to so many: with 32 columns, where lanes remain idle, pace lost.
+# In accesses of 8 bytes, where x has two. 16 bits, of two runs, 1 GB, 7168 247.5 → 244.3 us, 14336 252.2 → 241.4, 28672
+# 253.9 → 248.3; 200 MB 1 to 4% less; 100 MB 37.2 → 37.0, 36.9 → 37.7, 38.5 → 38.5; 25 MB 16.9 → 17.4, 16.6 → 16.6, 19.2
+# → 18.5. float32, 1 GB, 1792 256.9 → 240.3, 3584 254.5 → 239.4, 7168 251.5 → 242.9, 14336 243.5 → 242.8; 100 MB 0 to 4%
+# less; 25 MB 18.2 → 15.0, 17.1 → 17.1, 17.4 → 15.2, 18.0 → 15.2. Not there: of 16 bits 896, 1792 and 3584, in blocks of
+# 128 threads, which at 25 MB took 8, 25 and 4% more; float32 in clusters of eight, 28672 242.2 → 240.2; RMSNorm, which
+# keeps pace in any case.
+STAGED_FILLING_COLUMNS = 28
+STAGED_FILLING_THREADS: dict[int, tuple[int, ...]] = {2: (256,), 4: (64, 128, 256), 8: ()}
+STAGED_FILLING_CLUSTER = {2: 4, 4: 2, 8: 0}
 # With 40 columns a thread a longer part of a row goes to a cluster of twice as many blocks.
 STAGED_MOST_COLUMNS = {40: 8448}
 FORWARD_STAGED_LEAST_STAGES = 2
@@ -93,10 +97,10 @@ MOST_LEAD_OF_STAGES, MOST_LEAD_OF_MORE_STAGES = {3: 7, 4: 6}, 5  # RMSNorm
 LEAD_SHORT_ROWS, LEAD_LARGEST_CLUSTERS = 9, 8  # RMSNorm
 LEAD_LAYERNORM_24_COLUMNS, LEAD_LAYERNORM_CLUSTERS = 9, 8
 # With 28 columns a thread, LayerNorm, 1 GB, with seven, eight, nine and ten: 7168 244.8, 244.3, 244.2, 244.7 us, 14336
-# 241.3, 241.4, 242.9, 244.3, 28672 249.5, 248.3, 248.4, 248.5; in float32, with five, seven and nine: 1792 241.9,
-# 240.3, 241.8, 3584 241.3, 239.4, 240.7, 7168 242.9, 246.5, 249.1, 14336 242.8, 246.1, 248.6, 28672 250.0, 241.9,
-# 240.2. Float32 by cluster.
-LEAD_FILLING, LEAD_FILLING_FLOAT32 = 8, {1: 5, 2: 5, 4: 9}
+# 241.3, 241.4, 242.9, 244.3, 28672 249.5, 248.3, 248.4, 248.5. In float32, by threads of a block that share a row, with
+# five, seven and nine: 64, 1792 241.9, 240.3, 241.8; 128, 3584 241.3, 239.4, 240.7; 256, 7168 242.9, 246.5, 249.1,
+# 14336 242.8, 246.1, 248.6.
+LEAD_FILLING, LEAD_FILLING_FLOAT32 = 8, {64: 7, 128: 7, 256: 5}
 # Forward, in clusters, RMSNorm, 1 GB, with nine, ten, eleven and twelve: N=14336 166.8, 166.7, 166.9, 167.7 us, 32768
 # 165.4, 165.5, 165.7, 166.4, 65536 166.5, 166.1, 166.6, 167.1. Of 64 columns a thread, by blocks of a cluster, each
 # with three to six: RMSNorm, N=131072 172.6, 167.5, 166.7, 167.1 us; LayerNorm, 32768 182.4, 172.1, 167.7, 168.6; with
@@ -341,7 +345,7 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         if held is None or slab > STAGED_MOST_COLUMNS.get(held[0], slab):
             continue
         kind = (problem.norm, name, dy_name, _sums_db(problem), vector)
-        if _may_fill_lanes(kind, cluster, device) and slab in _filling_slabs(name):
+        if _may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, name):
             held = STAGED_FILLING_COLUMNS, slab // STAGED_FILLING_COLUMNS
         split = _Split(kind, *held, cluster, slab, _keeps_pace(kind, held, cluster, full=slab == held[0] * held[1]))
         if config := _staged_blocks(problem, split, definitions, device):
@@ -435,7 +439,7 @@ def _staged_config(
             stages=stages,
             # At least so much that no more blocks fit.
             shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // (blocks + 1)),
-            lead=_lead(kind, per_thread, cluster, stages, blocks * step_bytes) if paced else 0,
+            lead=_lead(split, stages, blocks * step_bytes) if paced else 0,
             paced_steps=PACE_LEAST_STEPS[problem.norm],
             step_counters=STEP_COUNTERS if blocks > 1 and problem.norm == "layernorm" else 1,
         )
@@ -518,11 +522,11 @@ def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pa
     return STAGED_LARGE_RING_BYTES if keeps_pace and large else STAGED_RING_BYTES
 
 
-def _lead(kind: Kind, per_thread: int, cluster: int, stages: int, bytes_of_steps: int) -> int:
+def _lead(split: _Split, stages: int, bytes_of_steps: int) -> int:
     """In quarters of a step, given a step's bytes in all blocks of a multiprocessor."""
-    norm, x, *_ = kind
+    (norm, x, *_), per_thread, group, cluster, *_ = split
     if per_thread == STAGED_FILLING_COLUMNS:
-        return LEAD_FILLING if ITEMSIZE[x] == 2 else LEAD_FILLING_FLOAT32[cluster]
+        return LEAD_FILLING if ITEMSIZE[x] == 2 else LEAD_FILLING_FLOAT32[group]
     if ITEMSIZE[x] == 2:
         if norm == "rmsnorm" and per_thread == columns_per_thread(x):
             return LEAD_SHORT_ROWS
@@ -559,15 +563,15 @@ def _staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) 
 
 
 def _may_fill_lanes(kind: Kind, cluster: int, device: Device) -> bool:
-    """Whether kernels with STAGED_FILLING_COLUMNS were timed there, and so are compiled."""
+    """Whether there are kernels with STAGED_FILLING_COLUMNS: where they gain on compute capability 9.0."""
     norm, x, dy, sums_db, vector = kind
-    timed = norm == "layernorm" and sums_db and vector and x == dy and x != "float64" and cluster <= 4
-    return timed and device.has_large_shared_memory
+    gains = norm == "layernorm" and sums_db and vector and x == dy and device.has_large_shared_memory
+    return gains and cluster <= STAGED_FILLING_CLUSTER[ITEMSIZE[x]]
 
 
-def _filling_slabs(x: str) -> tuple[int, ...]:
-    """Columns of a block that have STAGED_FILLING_COLUMNS."""
-    return tuple(STAGED_FILLING_COLUMNS * threads for threads in STAGED_FILLING_THREADS[ITEMSIZE[x]])
+def _fills_lanes(columns: int, cluster: int, x: str) -> bool:
+    """Whether a row gives each thread of all blocks STAGED_FILLING_COLUMNS."""
+    return columns in (STAGED_FILLING_COLUMNS * threads * cluster for threads in STAGED_FILLING_THREADS[ITEMSIZE[x]])
 
 
 def _forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Device) -> Choice:
