@@ -82,6 +82,10 @@ private:
 constexpr int kThreadsAtOnce = kColumnsPerThread == 24 && (sizeof(X) < 4 || !kWantDb) ? 384
                                : !kWholeWarps && __CUDA_ARCH__ < (kVector > 1 ? 1200 : 1000) ? 512 : kMaxThreads;
 
+// LayerNorm with db whose blocks 28 columns a thread fill, or nearly, and which are no clusters: without what the two switches
+// below do for 32 columns it takes less, N=3584 at 1 GB 245.8 → 242.2 us, 7168 244.0 → 240.2, at 25 MB 16.8 → 15.9, 17.3 → 16.0.
+constexpr bool kFillsBlock = kColumnsPerThread == 28 && !kClustered && sizeof(X) == 2;
+
 // Whether the second halves of the last two steps (where nobody meets, of the last one) come behind the partial row, in a
 // loop of their own. LayerNorm with db: in clusters it saves 24 registers, N=14336 at 1 GB 247 → 245 us, 131072 265 → 262,
 // others within 1%; without, where pace is kept, N=8192 at 100 MB 39.6 → 37.9, others within 0.5%, with 40 columns N=5120 at
@@ -90,7 +94,7 @@ constexpr int kThreadsAtOnce = kColumnsPerThread == 24 && (sizeof(X) < 4 || !kWa
 // N=1536 at 50 MB 24.5 → 24.0, but 3 to 6% more at 6 MB, beside another tree. Larger types were not timed. N=65536 at 1 GB
 // reads 247.5 to 252.4 from run to run as it is, 248 and 249 before.
 constexpr bool kHoldsBack = kLayerNorm && kWantDb && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps && !kManyColumns &&
-                            (kClustered || kVector == 1 || (kColumnsPerThread > 24 && PACED));
+                            (kClustered || kVector == 1 || (kColumnsPerThread > 24 && PACED && !kFillsBlock));
 
 // Else, whether the partial row is on its way before the last of the block's dx, which is written meanwhile: 25 MB, with
 // 16384 columns, took 16.8 us so, 17.7 us otherwise; with 1024, 15.9 and 16.2 (before column blocks); 100 MB, 4069x4096 off
@@ -104,14 +108,14 @@ constexpr bool kPublishesInLoop =
 // Steps that are asked for first of all. Where RMSNorm had two it took, without pace, 1.0% less at 25 MB on average and 0.9%
 // less at 100 MB (N=384 3.4 and 1.9%, 20480 2.9 and 1.6%), with pace 0.9% less at 100 MB, 0.8% at 150, 0.4% at 200 and as much
 // at 400, but with many columns, 1 GB, 253 → 256 us. LayerNorm gained in some lengths what it lost in others. Larger types did
-// so, too; rows off 16 bytes were not timed.
+// so, too. Off 16 bytes RMSNorm took 1% less at 100 MB on average, 16385 39.2 → 37.9 us.
 constexpr int kFirstSteps =
-    !kLayerNorm && kVector > 1 && sizeof(X) == 2 && sizeof(Dy) == 2 && !kManyColumns ? 2 : 1;
+    !kLayerNorm && sizeof(X) == 2 && sizeof(Dy) == 2 && !kManyColumns ? 2 : 1;
 
 // Ring of staged.cuh: where registers are few. LayerNorm, 1 GB, N=12288 245.3 → 244.3 us, 32768 244.5 → 243.1, 65536 246.5 →
 // 244.1, 16384 and 131072 0.2% less, others with pace as long; but without pace 7168 246.4 → 250.6, 14336 251.5 → 253.1. RMSNorm
 // took as long, or 0.1% more. N=262144 was not timed. With db of 32 columns some kernels of 12.0 spilled else.
-constexpr bool kSourcesAhead = kVector > 1 && PACED && (kLayerNorm || kManyColumns);
+constexpr bool kSourcesAhead = kVector > 1 && PACED && (kLayerNorm || kManyColumns) && !kFillsBlock;
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
     backward_staged(const BackwardArguments a) {

@@ -127,10 +127,13 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned, norm, rows):
         (14336, "float16", 2, 28),
         (28672, "bfloat16", 4, 28),
         (57344, "bfloat16", 8, 32),  # not timed
-        (3584, "bfloat16", 1, 32),  # of 128 threads a row: loses
-        (7160, "bfloat16", 1, 32),  # some lanes would have fewer,
-        (14328, "bfloat16", 2, 32),  # of the last block
-        (28656, "float16", 4, 32),
+        (896, "bfloat16", 1, 28),
+        (3584, "bfloat16", 1, 28),
+        (7160, "bfloat16", 1, 28),  # some lanes have fewer
+        (6152, "bfloat16", 1, 28),  # more than 24 cover
+        (7176, "bfloat16", 1, 32),  # more than 28 cover
+        (14328, "bfloat16", 2, 28),
+        (28656, "float16", 4, 28),
         (1792, "float32", 1, 28),
         (3584, "float32", 1, 28),
         (7168, "float32", 1, 28),
@@ -141,12 +144,17 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned, norm, rows):
         (896, "float32", 1, 32),  # of one warp
     ],
 )
-def test_28_columns_a_thread_where_they_fill_the_lanes(columns, name, cluster, per_thread):
-    """Of LayerNorm with db alone, where it keeps pace so; where x and dy differ, RMSNorm and other devices as ever."""
+def test_28_columns_a_thread_in_place_of_32(columns, name, cluster, per_thread):
+    """Of LayerNorm with db alone; where they fill the lanes of few blocks, it keeps pace. Where x and dy differ,
+    RMSNorm and other devices as ever."""
     hopper = DEVICES["sm_90"]
     chosen = config.backward_config(backward(columns, name, name), True, hopper)
     assert (chosen.route, chosen.cluster, defined(chosen, "COLUMNS_PER_THREAD")) == ("staged", cluster, per_thread)
-    assert per_thread != 28 or (chosen.lead > 0 and columns == 28 * chosen.group_threads * cluster)
+    if per_thread == 28:
+        fills = chosen.slab_columns == 28 * chosen.group_threads
+        assert (chosen.lead > 0) == (fills and cluster <= 2)
+        assert name != "float32" or columns == 28 * chosen.group_threads * cluster
+        assert name == "float32" or chosen.threads == 256
     problem = backward(columns, name, name)
     others = {
         "rmsnorm": config.backward_config(replace(problem, norm="rmsnorm", want_db=False), True, hopper),
@@ -662,11 +670,95 @@ PACE_LENGTHS = (
     *(7168, 14336, 16384, 20480, 32768, 65536, 262144),
 )
 PACED_LAYERNORM = {
-    "float16": (16, 256, 512, 768, 1024, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536),
-    "bfloat16": (16, 256, 512, 768, 1024, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536),
+    "float16": (16, 256, 384, 512, 768, 1024, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536),
+    "bfloat16": (16, 256, 384, 512, 768, 1024, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536),
     "float32": (16, 256, 384, 512, 1024, 4096, 5120, 7168, 14336, 16384, 20480, 32768),
     "float64": (384, 512, 768, 1024, 3072),
 }
+
+
+@pytest.mark.parametrize(
+    ("norm", "columns", "name", "per_thread", "cluster", "paced"),
+    [
+        ("rmsnorm", 9216, "bfloat16", 40, 1, True),
+        ("rmsnorm", 10240, "bfloat16", 40, 1, True),
+        ("rmsnorm", 20480, "float16", 40, 2, True),
+        ("rmsnorm", 10240, "float32", 40, 2, True),  # one block has no room
+        ("layernorm", 8448, "bfloat16", 40, 1, True),
+        ("layernorm", 10240, "bfloat16", 40, 2, True),
+        ("layernorm", 20480, "bfloat16", 40, 4, True),
+        ("layernorm", 36864, "bfloat16", 40, 4, True),
+        ("layernorm", 40960, "bfloat16", 40, 4, True),
+        *(("rmsnorm", 24 * 256 * cluster, "bfloat16", 24, cluster, True) for cluster in (1, 2, 4, 8, 16)),
+        *(("layernorm", 24 * 256 * cluster, "bfloat16", 24, cluster, cluster <= 2) for cluster in (1, 2, 4, 8, 16)),
+        *((norm, 81920, "bfloat16", 40, 8, True) for norm in ("rmsnorm", "layernorm")),
+        *((norm, 163840, "bfloat16", 40, 16, norm == "rmsnorm") for norm in ("rmsnorm", "layernorm")),
+        *((norm, 196608, "bfloat16", 64, 16, norm == "rmsnorm") for norm in ("rmsnorm", "layernorm")),
+        *((norm, 131072, "bfloat16", 32, 16, norm == "rmsnorm") for norm in ("rmsnorm", "layernorm")),
+    ],
+)
+def test_long_rows_fill_the_lanes_of_their_blocks(norm, columns, name, per_thread, cluster, paced):
+    """In vectors, of one type. With db LayerNorm keeps pace where its loop is fast enough for fewer multiprocessors."""
+    chosen = config.backward_config(backward(columns, name, name, norm=norm), True, DEVICES["sm_90"])
+    assert (chosen.route, chosen.cluster, defined(chosen, "COLUMNS_PER_THREAD")) == ("staged", cluster, per_thread)
+    assert (chosen.lead > 0) == ("PACED=1" in chosen.definitions) == paced
+
+
+@pytest.mark.parametrize(
+    ("norm", "columns", "name", "per_thread", "short", "long"),
+    [
+        *((norm, 4096, "bfloat16", 32, 3, 2) for norm in ("rmsnorm", "layernorm")),
+        *(("layernorm", 768 << i, "bfloat16", 24, 3, 2) for i in range(3)),
+        ("rmsnorm", 2560, "bfloat16", 40, 3, 2),
+        ("layernorm", 2560, "bfloat16", 40, 3, 3),
+        ("layernorm", 2560, "float32", 40, 3, 2),
+        ("layernorm", 12288, "bfloat16", 48, 3, 2),
+        ("layernorm", 8192, "bfloat16", 64, 3, 3),
+        ("layernorm", 20480, "bfloat16", 40, 3, 2),  # a cluster
+        ("layernorm", 384, "bfloat16", 24, 3, 3),  # of a part of a warp
+        ("rmsnorm", 384, "bfloat16", 24, 2, 2),
+        ("layernorm", 256, "bfloat16", 32, 2, 2),
+    ],
+)
+def test_forward_has_more_in_flight_where_each_walker_has_few_steps(norm, columns, name, per_thread, short, long):
+    """And LayerNorm in any case where it gained: at least so many stages, more where these take less than a ring is to
+    take."""
+    hopper = DEVICES["sm_90"]
+    problem = replace(backward(columns, name, name, norm=norm), direction="forward", dy_dtype=None, dy_row_stride=0)
+    few, many = (config.forward_config(replace(problem, rows=rows), True, hopper) for rows in (1000, 1 << 22))
+    for chosen, least in ((few, short), (many, long)):
+        assert defined(chosen, "COLUMNS_PER_THREAD") == per_thread
+        step = config._part_bytes(name, True, chosen.groups * chosen.slab_columns)
+        blocks = hopper.shared_bytes // (chosen.shared_bytes + 1024)
+        assert chosen.stages == max(least, config.FORWARD_STAGED_RING_BYTES // (blocks * step))
+    assert replace_stages(few) == replace_stages(many)
+
+
+def replace_stages(chosen: config.ForwardConfig) -> config.ForwardConfig:
+    return chosen._replace(stages=0, shared_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("columns", "cluster", "per_thread", "paced"),
+    [
+        (14336, 2, 32, True),  # not full
+        (16384, 2, 32, True),
+        (25600, 4, 32, False),
+        (28672, 4, 32, False),
+        (32768, 4, 32, True),
+        (57344, 8, 32, False),
+        (131072, 8, 64, True),
+        (163840, 16, 40, False),
+        (196608, 16, 48, False),
+        (262144, 16, 64, True),
+    ],
+)
+def test_which_clusters_keep_pace_in_the_forward_pass_of_rmsnorm(columns, cluster, per_thread, paced):
+    problem = backward(columns, "bfloat16", "bfloat16", norm="rmsnorm")
+    problem = replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
+    chosen = config.forward_config(problem, True, DEVICES["sm_90"])
+    assert (chosen.cluster, defined(chosen, "COLUMNS_PER_THREAD"), chosen.lead > 0) == (cluster, per_thread, paced)
+    assert ("PACED=1" in chosen.definitions) == paced
 
 
 @pytest.mark.parametrize("device", ["sm_75", "sm_80"])
@@ -711,7 +803,8 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
                 assert "PACED=1" not in chosen.definitions or (idle and chosen.kernel == "forward_staged")
                 continue
             assert {"PACED=1", "VECTOR=1"} <= set(chosen.definitions), (columns, aligned)
-            least = 48 if isinstance(chosen, config.ForwardConfig) else config.PACE_LEAST_STEPS[norm]
+            part = norm == "layernorm" and {"COLUMNS_PER_THREAD=24", "PART_OF_WARP=1"} <= set(chosen.definitions)
+            least = 48 if part or isinstance(chosen, config.ForwardConfig) else config.PACE_LEAST_STEPS[norm]
             assert config.pace(chosen, least * chosen.groups, 1)[0] == chosen.lead
             assert config.pace(chosen, (least - 1) * chosen.groups, 1)[0] == 0
             if isinstance(chosen, config.ForwardConfig):
@@ -736,15 +829,17 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
         ("layernorm", 4096, "bfloat16", 7),  # four of 32 KB
         ("layernorm", 3072, "bfloat16", 9),  # 24 columns a thread
         ("layernorm", 5120, "bfloat16", 6),  # 40 KB
-        ("layernorm", 28672, "bfloat16", 8),  # 28 columns a thread
+        ("layernorm", 14336, "bfloat16", 8),  # 28 columns a thread
+        ("layernorm", 384, "bfloat16", 9),
         ("layernorm", 3584, "float32", 7),
         ("layernorm", 14336, "float32", 5),
         ("layernorm", 32768, "bfloat16", 8),  # clusters of four
         ("rmsnorm", 20480, "bfloat16", 6),  # two blocks of 20 KB
+        ("rmsnorm", 24576, "bfloat16", 9),  # five of 24 KB in clusters of four
         ("rmsnorm", 131072, "bfloat16", 8),  # clusters of sixteen
         ("rmsnorm", 262144, "bfloat16", 4),  # 64 KB
         ("rmsnorm", 16384, "float32", 4),
-        ("layernorm", 4096, "float32", 6),
+        ("layernorm", 4096, "float32", 5),
         ("layernorm", 16384, "float32", 7),
     ],
 )
@@ -786,22 +881,34 @@ def test_more_is_in_flight_where_pace_is_kept(norm, columns, name, long, short):
         assert kept == (steps == least and "PACED=1" in chosen.definitions)
 
 
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize(("columns", "row_threads"), [(384, 16), (768, 32), (1536, 64), (3072, 128)])
-def test_rmsnorm_with_24_columns_a_thread_has_larger_blocks_where_pace_is_kept(columns, row_threads):
-    """One of eight warps on a multiprocessor, where there are two of four else, of the same kernel."""
-    long = config.PACE_LEAST_STEPS["rmsnorm"] * 132 * 256 // row_threads
-    for rows, norm, name in (
-        (long, "rmsnorm", "bfloat16"),
-        (long, "rmsnorm", "float16"),
-        (long - 256 // row_threads, "rmsnorm", "bfloat16"),
-        (long, "layernorm", "bfloat16"),
+def test_rows_of_24_columns_a_thread_have_larger_blocks_where_pace_is_kept(columns, row_threads, norm):
+    """One of eight warps on a multiprocessor, where there are two of four else, of the same kernel. LayerNorm's short
+    rows keep pace in longer launches."""
+    part = norm == "layernorm" and row_threads < config.WARP
+    steps = config.LONG_LEAST_STEPS if part else config.PACE_LEAST_STEPS[norm]
+    long = steps * 132 * 256 // row_threads
+    for rows, name, want_db in (
+        (long, "bfloat16", True),
+        (long, "float16", True),
+        (long - 256 // row_threads, "bfloat16", True),
+        (long, "bfloat16", False),
+        (long, "float32", True),
     ):
-        chosen = config.backward_config(backward(columns, name, name, rows, norm), True, DEVICES["sm_90"])
-        large = norm == "rmsnorm" and rows == long
-        assert (chosen.threads, chosen.group_threads) == (256 if large else 128, row_threads), (rows, norm, name)
+        if norm == "rmsnorm" and not want_db:
+            continue
+        problem = backward(columns, name, name, rows, norm)
+        problem = replace(problem, want_db=want_db and norm == "layernorm")
+        chosen = config.backward_config(problem, True, DEVICES["sm_90"])
+        if name == "float32":
+            assert chosen.threads < 256 or "COLUMNS_PER_THREAD=24" not in chosen.definitions
+            continue
+        large = rows == long and want_db
+        assert (chosen.threads, chosen.group_threads) == (256 if large else 128, row_threads), (rows, name)
         assert chosen.stages == (5 if large else 4)
-        assert chosen.step_counters == (1 if norm == "rmsnorm" else config.STEP_COUNTERS)
-        assert ("PACED=1" in chosen.definitions) == (norm == "rmsnorm" or columns != 384)
+        assert chosen.step_counters == (1 if norm == "rmsnorm" or large else config.STEP_COUNTERS)
+        assert "PACED=1" in chosen.definitions
 
 
 @pytest.mark.parametrize("columns", [384, 768, 1536, 3072, 6144, 12288, 32768])

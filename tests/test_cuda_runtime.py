@@ -196,11 +196,17 @@ def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, colu
 
 
 LAYERNORM_KEEPS_PACE = {
-    "bfloat16": (128, 512, 768, 1024, 1536, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536),
+    "bfloat16": (
+        *(128, 384, 512, 768, 896, 1024, 1536, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 40960, 65536),
+        81920,
+    ),
     "float32": (256, 1792, 4096, 7168, 16384, 32768),
 }
 PACE_CASES = {
-    "bfloat16": (128, 384, 512, 768, 1001, 1024, 1536, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536),
+    "bfloat16": (
+        *(128, 384, 512, 768, 896, 1001, 1024, 1536, 3072, 3328, 4096, 5120, 7168, 14336, 16384, 20480, 24576, 32768),
+        *(40960, 65536, 81920, 163840),
+    ),
     "float32": (256, 768, 1792, 4096, 7168, 16384, 32768),
 }
 
@@ -281,7 +287,8 @@ WALKS_OF_FEW_STEPS = [
     *product((512, 1001, 1024, 4096, 5120, 7168, 8191, 12288, 12289, 14336, 16384, 20480, 65536), (1, 2, 3, 4)),
     *((1001, 16), (4096, 15), (4096, 17), (16384, 17), (262144, 70)),  # around and beyond one level of column sums, and
     (262144, 1),  # 64 columns a thread with a single step
-    *((28672, 20), (14336, 40)),  # 28 in clusters
+    *((896, 20), (3328, 20), (7160, 20), (28672, 20), (14336, 40)),  # 28
+    *((10240, 20), (40960, 20), (81920, 20), (163840, 20)),  # 40
 ]
 
 
@@ -298,7 +305,7 @@ def test_walks_of_few_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: st
         asked.append(chosen.groups)
         return config.Grid(6)
 
-    groups = {512: 8, 1001: 4, 1024: 8, 4096: 2, 5120: 2}.get(columns, 1)
+    groups = {512: 8, 896: 8, 1001: 4, 1024: 8, 3328: 2, 4096: 2, 5120: 2}.get(columns, 1)
     rows = groups * (6 * steps + 1) - (groups > 1)
     tensors = make_tensors(cupy, norm, (rows, columns), "bfloat16")
     expected = backward(norm, tensors, has_bias=norm == "layernorm")

@@ -116,6 +116,27 @@ def test_column_blocks(norm: str, rows: int, columns: int) -> None:
     check_backward(case, tensors, (results[0], *sums))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("x", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        *((40, 896), (5000, 896), (40, 3328), (3000, 3328), (1500, 6160), (700, 13312), (400, 25600)),
+        *((1000, 10240), (16, 24576), (400, 24576), (240, 40960), (200, 49152), (16, 81920), (130, 81920)),
+        *((100, 98304), (70, 163840), (50, 196608)),
+    ],
+)
+def test_rows_that_fill_the_lanes(norm: str, x: str, rows: int, columns: int) -> None:
+    """24, 28, 40 and 48 columns a thread where test_config.py has them chosen: in one block, in clusters of two to
+    sixteen, with blocks that meet and beside column blocks, in both passes."""
+    cupy = pytest.importorskip("cupy")
+    case = Case(norm, rows, columns, x, "float32", x, seed=rows)
+    tensors = make_case(cupy, case)
+    check_backward(case, tensors, backward(norm, tensors, has_bias=case.has_bias))
+    check_forward(case, tensors, forward(norm, tensors, eps=DEFAULT_EPS[norm]))
+
+
 def best_reference_forward(case: Case, tensors: Tensors, eps: float) -> Any:
     """Where x is float64 the reference rounds as the library does, and CuPy's sums run in long chains: there NumPy's,
     which are pairwise, are the better measure."""

@@ -29,7 +29,6 @@ STAGED_MAX_THREADS = 256  # kMaxThreads of staged.cuh: what leaves a thread the 
 STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
 # In flight on a multiprocessor: see _ring_bytes().
 STAGED_RING_BYTES, STAGED_LARGE_RING_BYTES = 112 << 10, 128 << 10
-STAGED_SINGLE_COLUMNS_RING_BYTES = {"rmsnorm": 96 << 10, "layernorm": 112 << 10}
 # Columns a thread where a row takes whole warps, by type of the arithmetic. Several, so that rows of any length fill
 # the lanes of 1, 2, 4 or 8 warps; in vectors, or single columns.
 STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, tuple[int, ...]]] = {
@@ -48,22 +47,30 @@ STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 # memory (backward.cuh: kManyColumns, Weights::kInShared).
 STAGED_MANY_COLUMNS_PER_THREAD = 64
 STAGED_SHARED_W_BYTES = 3 * 8 * 4
-# Of LayerNorm with db, x and dy of one type, where so many fill the lanes of all blocks exactly, by the bytes of x's
-# type so many threads a row in blocks of clusters up to so many: with 32 columns, where lanes remain idle, pace lost.
-# In accesses of 8 bytes, where x has two. 16 bits, of two runs, 1 GB, 7168 247.5 → 244.3 us, 14336 252.2 → 241.4, 28672
-# 253.9 → 248.3; 200 MB 1 to 4% less; 100 MB 37.2 → 37.0, 36.9 → 37.7, 38.5 → 38.5; 25 MB 16.9 → 17.4, 16.6 → 16.6, 19.2
-# → 18.5. float32, 1 GB, 1792 256.9 → 240.3, 3584 254.5 → 239.4, 7168 251.5 → 242.9, 14336 243.5 → 242.8; 100 MB 0 to 4%
-# less; 25 MB 18.2 → 15.0, 17.1 → 17.1, 17.4 → 15.2, 18.0 → 15.2. Not there: of 16 bits 896, 1792 and 3584, in blocks of
-# 128 threads, which at 25 MB took 8, 25 and 4% more; float32 in clusters of eight, 28672 242.2 → 240.2; RMSNorm, which
-# keeps pace in any case.
+# Of LayerNorm with db, x and dy of one type, in place of 32, by the bytes of x's type from so many threads a row on and
+# in clusters of up to so many blocks: of 16 bits where they cover a block's columns, in accesses of 8 bytes, and where
+# they fill its lanes with pace; in float32 where they fill the lanes of all blocks, with pace. 1 GB, not full, 1600
+# 267.9 → 247.2 us, 3328 259.0 → 248.0, 6400 267.2 → 247.0 (with pace 269.9), 13312 245.0 → 246.4; 25 MB 3 to 6% less.
+# Full, 896 254.0 → 240.8, 3584 246.7 → 242.1, 7168 247.5 → 240.2, 14336 252.2 → 241.5, but without pace 28672 253.9 →
+# 246.8 (with it 248.5); 25 MB 3584 16.6 → 15.9, 7168 16.9 → 16.0. float32, 1 GB, 1792 256.9 → 240.3, 3584 254.5 →
+# 239.4, 7168 251.5 → 242.9, 14336 243.5 → 242.8; 25 MB 18.2 → 15.0, 17.1 → 17.1, 17.4 → 15.2, 18.0 → 15.2. Not there:
+# float32 in clusters of eight, 28672 242.2 → 240.2; RMSNorm, whose loop is fast enough with 32.
 STAGED_FILLING_COLUMNS = 28
-STAGED_FILLING_THREADS: dict[int, tuple[int, ...]] = {2: (256,), 4: (64, 128, 256), 8: ()}
+STAGED_FILLING_LEAST_THREADS = {2: 32, 4: 64, 8: 0}
 STAGED_FILLING_CLUSTER = {2: 4, 4: 2, 8: 0}
-# With 40 columns a thread a longer part of a row goes to a cluster of twice as many blocks.
-STAGED_MOST_COLUMNS = {40: 8448}
-FORWARD_STAGED_LEAST_STAGES = 2
-# Of LayerNorm's short rows with 24 columns a thread: 1 GB, N=384, 186 us with two, 176 with three.
-FORWARD_STAGED_LEAST_STAGES_24 = 3
+# With 40 columns a thread LayerNorm has no longer part of a row in blocks alone or in pairs, but twice as many blocks:
+# 1 GB, 9216 243.9 us, 247.7 in one block; 10240, 20480 0.2 to 0.3% less so; though 18432 250.0, 247.8 in two. RMSNorm
+# lost so, 9216 243.9 → 240.5 in one, 10240 242.1 → 240.6; and LayerNorm in clusters of four, 40960 246 us, with 32
+# columns a thread in eight blocks 357.
+STAGED_MOST_COLUMNS_LAYERNORM, STAGED_MOST_COLUMNS_CLUSTER = {40: 8448}, 2
+# Steps that the forward pass has in flight at least; more where each walker has few steps. 100 MB, LayerNorm with two
+# and three, N=2560 24.3 → 23.4 us, 4096 23.6 → 22.6, 12288 24.6 → 23.4, 20480 25.2 → 23.7; 200 MB 0.5 to 3% less; 400
+# MB −2 to +1.5%; RMSNorm as long, 131072 23.2 → 22.6; float32, 100 MB, 1 to 4% less in both.
+FORWARD_STAGED_LEAST_STAGES, FORWARD_STAGED_MORE_STAGES, FORWARD_SHORT_STEPS = 2, 3, 24
+# And of LayerNorm's blocks that are no clusters, by columns a thread: 1 GB, with two and three, 2560 170.0 → 168.6 us,
+# 5120 170.5 → 168.6, 10240 170.5 → 169.8, 8192 172.3 → 171.2, 16384 172.4 → 171.6; of parts of warps 384 186 → 176.
+# With the others it lost: 24 1536 169.4 → 171.1, 32 4096 167.5 → 169.1, 48 12288 169.3 → 170.6.
+FORWARD_MORE_STAGES_COLUMNS, FORWARD_MORE_STAGES_PART_COLUMNS = (40, 64), (24,)
 # Forward, where each walker has many steps: of all steps this part is drawn by whoever is done first. 1 GB: RMSNorm
 # N=256 182 → 172 us with a half, 174 with a quarter, N=4096 171 → 168 with a quarter, LayerNorm 179 → 174; of blocks
 # alone on their multiprocessor, RMSNorm N=7168 177 → 168 with an eighth, 172 with a quarter. N=384, with 24 columns a
@@ -76,6 +83,7 @@ DRAWN_LEAST_STEPS = 16
 # 60.5, 8192 61.0 → 59.6 (with a quarter, at 100 MB, some lengths lost).
 PACE_LEAST_STEPS = {"rmsnorm": 12, "layernorm": 24}
 PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48
+PACED_PART_LEAST_THREADS = 8  # of a row: see _keeps_pace()
 # Backward (_lead() chooses), as many quarters as make so many bytes, of a step in all blocks of a multiprocessor, but
 # no more than seven, and of RMSNorm's with four stages six, with more five. RMSNorm, 1 GB, with four, five, six and
 # seven: three stages, N=1024 248.5, 243.9, 239.7, 238.1 us, 10240 244.4, 243.4, 241.9, 241.4, of 40 KB a step 5120
@@ -83,10 +91,13 @@ PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48
 # 238.4, 239.0, 240.5, 6144 239.5, 238.6, 238.8, 239.7. LayerNorm, four stages, 4096 262.9, 252.5, 245.1, 243.3, 8192
 # 262.1, 251.3, 243.6, 241.7. With more most take longer: with eight, nine and ten, RMSNorm 1024 239.2, 241.1, 242.2,
 # 4096 241.0, 242.6, 244.0, LayerNorm 1024 241.7, 242.3, 243.3, 5120, which has six, 243.1, then 244.8, 246.8, 247.8.
-# More stages than five were not timed. LayerNorm in float32, with five, six and seven: 1024 240.8, 242.6, 247.4, 4096
-# 240.1, 240.9, 244.5; in clusters 16384 257, 248, 245.
-LEAD_BYTES, MOST_LEAD, MOST_LEAD_ALONE_FLOAT32_LAYERNORM = 56 << 10, 7, 6
-MOST_LEAD_OF_STAGES, MOST_LEAD_OF_MORE_STAGES = {3: 7, 4: 6}, 5  # RMSNorm
+# More stages than five were not timed, but in clusters of four or more, with five, seven, nine and eleven, 24576 242.8,
+# 239.8, 239.1, 239.9, 25600 274.0, 249.6, 249.0, 248.3, 49152 244.7, 240.2, 239.5, 239.9. LayerNorm in float32, with
+# four, five, six and seven: 1024 244.2, 240.9, 243.8, (of another run) 247.4, 2048 245.3, 241.4, 242.4, 4096 244.8,
+# 240.5, 242.0, 5120 242.4, 241.6, 240.8, 8192 244.2, 244.2, 243.7; in clusters 16384 257 with five, 248, 245.
+LEAD_BYTES, MOST_LEAD, MOST_LEAD_ALONE_FLOAT32_LAYERNORM = 56 << 10, 7, 5
+MOST_LEAD_OF_STAGES = {3: 7, 4: 6}  # RMSNorm
+MOST_LEAD_OF_MORE_STAGES, MOST_LEAD_OF_MORE_STAGES_CLUSTERS = 5, 9
 # Of whatever bytes, 16-bit types that gain from more. RMSNorm, 1 GB, with seven, eight, nine and ten: N=128 244.8,
 # 244.0, 242.5, 243.5 us, 256 244.0, 243.4, 242.3, 243.8, 512 243.6, 242.2, 241.2, 242.1; in clusters of sixteen, with
 # six to nine, 131072 240.7, 240.1, 239.7, 241.4 (262144 250.7 with four, 251.6 with eight). LayerNorm with 24 columns a
@@ -97,7 +108,7 @@ MOST_LEAD_OF_STAGES, MOST_LEAD_OF_MORE_STAGES = {3: 7, 4: 6}, 5  # RMSNorm
 LEAD_SHORT_ROWS, LEAD_LARGEST_CLUSTERS = 9, 8  # RMSNorm
 LEAD_LAYERNORM_24_COLUMNS, LEAD_LAYERNORM_CLUSTERS = 9, 8
 # With 28 columns a thread, LayerNorm, 1 GB, with seven, eight, nine and ten: 7168 244.8, 244.3, 244.2, 244.7 us, 14336
-# 241.3, 241.4, 242.9, 244.3, 28672 249.5, 248.3, 248.4, 248.5. In float32, by threads of a block that share a row, with
+# 241.3, 241.4, 242.9, 244.3. In float32, by threads of a block that share a row, with
 # five, seven and nine: 64, 1792 241.9, 240.3, 241.8; 128, 3584 241.3, 239.4, 240.7; 256, 7168 242.9, 246.5, 249.1,
 # 14336 242.8, 246.1, 248.6.
 LEAD_FILLING, LEAD_FILLING_FLOAT32 = 8, {64: 7, 128: 7, 256: 5}
@@ -342,11 +353,11 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
             continue
         choice = _staged_choice(name, dy_name, vector, cluster, device)
         held = _short_row(name, slab, _part_of_warp(name, choice, device)) if small else _staged_threads(slab, choice)
-        if held is None or slab > STAGED_MOST_COLUMNS.get(held[0], slab):
+        if held is None or _is_too_long(problem.norm, slab, held[0], cluster):
             continue
         kind = (problem.norm, name, dy_name, _sums_db(problem), vector)
-        if _may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, name):
-            held = STAGED_FILLING_COLUMNS, slab // STAGED_FILLING_COLUMNS
+        if _may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, slab, held, name):
+            held = STAGED_FILLING_COLUMNS, held[1]
         split = _Split(kind, *held, cluster, slab, _keeps_pace(kind, held, cluster, full=slab == held[0] * held[1]))
         if config := _staged_blocks(problem, split, definitions, device):
             return config
@@ -403,6 +414,7 @@ def _staged_config(
     def most_threads(keeps_pace: bool) -> int:
         return STAGED_MAX_THREADS if largest else _block_threads(kind, per_thread, keeps_pace)
 
+    least_steps = LONG_LEAST_STEPS if _is_paced_part(kind, per_thread, group) else PACE_LEAST_STEPS[problem.norm]
     one_group = cluster > 1 or not _rows_are_contiguous(problem)
     most_groups = 1 if one_group else _groups(most_threads(paced), group, problem.rows)
     at_once = (2 if per_thread == columns_per_thread(name) else 1) * STAGED_MAX_THREADS
@@ -413,7 +425,7 @@ def _staged_config(
         threads = groups * group
         outer_bytes = _column_sums_bytes(problem, per_thread) * threads
         step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
-        long = at_least(PACE_LEAST_STEPS[problem.norm], groups, _usual_clusters(cluster, device) * blocks)
+        long = at_least(least_steps, groups, _usual_clusters(cluster, device) * blocks)
         keeps_pace = paced and long and (problem.want_dw or problem.want_db)  # where they meet
         too_large = limited and blocks * STAGED_LEAST_STAGES * step_bytes > STAGED_MOST_RING_BYTES
         too_many = groups > 1 and threads > most_threads(keeps_pace)
@@ -440,7 +452,7 @@ def _staged_config(
             # At least so much that no more blocks fit.
             shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // (blocks + 1)),
             lead=_lead(split, stages, blocks * step_bytes) if paced else 0,
-            paced_steps=PACE_LEAST_STEPS[problem.norm],
+            paced_steps=least_steps,
             step_counters=STEP_COUNTERS if blocks > 1 and problem.norm == "layernorm" else 1,
         )
     return None
@@ -452,10 +464,14 @@ def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> 
     `held` is what _short_row() or _staged_threads() chose; `full` says that the lanes of every block, but perhaps the
     last of a cluster, all hold as many columns. With db LayerNorm, at 1 GB, gains with 16 columns a thread (64 252 →
     249 us, 128 252.6 → 248.2, 256 250.8 → 247.3, 448 255 → 248; 192 and 320 as long), 24 (768 252.5 → 243.3, 1536 246.6
-    → 244.5, 3072 245.8 → 243.2, 6144 246.7 → 243.9, 12288 246.6 → 244.6), 32 (see _ring_bytes(); in clusters of four
-    and eight 32768 252.4 → 248.4, 65536 250.4 → 247.5) and 40 (5120 255 → 248, in clusters 10240 252 → 247, 20480 250 →
-    247); not with 24 in parts of a warp (384 247.9 → 249) or where not full (640 260 → 276, of an older tree), nor with
-    32 where not full (7168 246.2 → 255.1, 14336 as long) or in clusters of sixteen (131072 247.5 → 259.2).
+    → 244.5, 3072 245.8 → 243.2, 6144 246.7 → 243.9, 12288 246.6 → 244.6; with _ring_bytes() of 128 KB also 192 251.0 →
+    246.7, 384 247.7 → 243.9), 28 (STAGED_FILLING_COLUMNS), 32 (see _ring_bytes(); in clusters of four and eight 32768
+    252.4 → 248.4, 65536 250.4 → 247.5) and 40 (5120 255 → 248, in clusters 10240 252 → 247, 20480 250 → 247, 81920
+    248.5 → 247.0). Its loop is then nearly as slow as memory, so that it loses where columns of a step are missing or
+    fewer multiprocessors walk: not full (24 640 260 → 276, of an older tree, 28 6400 247.0 → 269.9, 32 7168 246.2 →
+    255.1, 14336 as long), in clusters from four blocks on with 24 (24576 251.1 → 263.5, 98304 271.1 → 285.5) and 28
+    (28672 246.8 → 248.5), of sixteen with 32 and 40 (131072 247.5 → 259.2, 163840 258.6 → 262.1); nor with 24 where
+    four lanes or fewer hold a row (24 277 → 295, 96 254.6 → 255.1).
     In float32 it gains with 16 (256 252.6 → 246.8), 32 (1024 248.8 → 243.0, 16384 252.3 → 246.6, in clusters of
     eight 32768 255.4 → 247.6) and 40 (10240 249.3 → 244.5), but with 32 not in clusters of sixteen (65536 247.5 →
     266.4) nor where not full (14336 249.4 → 272.9), nor for all lengths with 24 (768 249.6 → 244.6, 3072 248.6 →
@@ -471,16 +487,19 @@ def _keeps_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> 
         return True
     if ITEMSIZE[x] != ITEMSIZE[dy]:
         return False
-    if per_thread == STAGED_FILLING_COLUMNS:  # chosen for that
-        return True
     if norm == "layernorm" and ITEMSIZE[x] == 4:
         gains = per_thread in (32, 40) and full and cluster <= 8
-        return gains or per_thread == 16 or (per_thread == 40 and cluster == 1)
+        return gains or per_thread in (16, STAGED_FILLING_COLUMNS) or (per_thread == 40 and cluster == 1)
     if norm == "layernorm" and ITEMSIZE[x] == 2:
-        if per_thread == 24:
-            return group >= WARP and full
-        return per_thread in (16, 40) or (per_thread == 32 and full and cluster <= 8)
+        if per_thread in (24, STAGED_FILLING_COLUMNS):
+            return full and cluster <= 2 and group >= PACED_PART_LEAST_THREADS
+        return per_thread == 16 or (cluster <= 8 and (per_thread == 40 or (per_thread == 32 and full)))
     return cluster == 1 and per_thread in (16, 40) and group >= WARP
+
+
+def _is_paced_part(kind: Kind, per_thread: int, group: int) -> bool:
+    """LayerNorm's rows of parts of a warp that keep pace, but from LONG_LEAST_STEPS on: 200 MB, 192 62.7 → 64.3 us."""
+    return kind[0] == "layernorm" and per_thread == 24 and group < WARP
 
 
 def _has_short_rows(x: str, vector: bool, per_thread: int, least_columns: int) -> bool:
@@ -492,9 +511,9 @@ def _has_short_rows(x: str, vector: bool, per_thread: int, least_columns: int) -
 
 
 def _has_short_steps(kind: Kind, per_thread: int) -> bool:
-    """RMSNorm of 16-bit types with 24 columns a thread: larger blocks and rings pay where it keeps pace."""
-    norm, x, _, sums_db, _ = kind
-    return norm == "rmsnorm" and ITEMSIZE[x] == 2 and not sums_db and per_thread == 24
+    """24 columns a thread of 16-bit types, RMSNorm or LayerNorm with db: larger blocks and rings pay with pace."""
+    norm, x, dy, sums_db, _ = kind
+    return ITEMSIZE[x] == ITEMSIZE[dy] == 2 and per_thread == 24 and sums_db == (norm == "layernorm")
 
 
 def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pace: bool) -> int:
@@ -505,20 +524,23 @@ def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pa
     over a row, where these make four stages of three: N=7168 260 → 247; and where it keeps pace RMSNorm: 7168 248 →
     242, 14336 248 → 243. With 128 KB large clusters gain, whose blocks wait for each other across multiprocessors:
     N=65536 255 with 96 KB, 244 so, 247 with 160 KB; and of those that keep pace LayerNorm with db (1024 244 → 243.5,
-    4096 249 → 244, 8192 248.5 → 243), RMSNorm of 16-bit types with 24 columns a thread (1536 242.8 → 241.6, 12288
-    243.2 → 241.6; two blocks of four warps took 247.3 at 1536) and in clusters of four (32768 246.7 → 242.8); but 512
-    243.3 → 250.6, 4096 241.3 → 243.2, LayerNorm 512 248.4 → 252.4. Not timed: LayerNorm without db, RMSNorm in float32.
+    4096 249 → 244, 8192 248.5 → 243), both with 24 columns a thread of 16-bit types (RMSNorm 1536 242.8 → 241.6, 12288
+    243.2 → 241.6, two blocks of four warps took 247.3 at 1536; LayerNorm with larger blocks, too, 384 247.7 → 243.9,
+    768 243.8 → 242.2, 1536 244.8 → 242.8, 12288 243.6 → 242.6) and RMSNorm in clusters of four (32768 246.7 → 242.8);
+    but 512 243.3 → 250.6, 4096 241.3 → 243.2, LayerNorm 512 243.5 → 250.4, 7168 244.4 → 248.4 (144 KB). Off 16 bytes
+    RMSNorm has 112 KB, too: 100 MB, 7001 38.8 us with 96 KB, 36.2 so, 12289 41.1 and 37.5. Float32, RMSNorm with 128
+    KB: 1 GB, 512 240.9 → 242.4, 2048 243.2 → 241.7, others within 0.5%. Not timed: LayerNorm without db.
     """
     norm, x, _, sums_db, vector = kind
     if cluster >= 8:
         return STAGED_LARGE_RING_BYTES
     if not vector:
-        return STAGED_SINGLE_COLUMNS_RING_BYTES[norm]
+        return STAGED_RING_BYTES
     if norm == "rmsnorm":
-        large = _has_short_steps(kind, per_thread) and blocks == 1
-        large |= per_thread == 32 and cluster == 4 and ITEMSIZE[x] == 2 and not sums_db
+        large = per_thread == 32 and cluster == 4 and ITEMSIZE[x] == 2 and not sums_db
     else:
         large = sums_db and (per_thread == 32 or (per_thread == 16 and ITEMSIZE[x] == 4))
+    large |= _has_short_steps(kind, per_thread) and blocks == 1
     return STAGED_LARGE_RING_BYTES if keeps_pace and large else STAGED_RING_BYTES
 
 
@@ -537,7 +559,8 @@ def _lead(split: _Split, stages: int, bytes_of_steps: int) -> int:
         if norm == "layernorm" and cluster >= 4:
             return LEAD_LAYERNORM_CLUSTERS
     if norm == "rmsnorm":
-        most = MOST_LEAD_OF_STAGES.get(stages, MOST_LEAD_OF_MORE_STAGES)
+        more = MOST_LEAD_OF_MORE_STAGES if cluster <= 2 else MOST_LEAD_OF_MORE_STAGES_CLUSTERS
+        most = MOST_LEAD_OF_STAGES.get(stages, more)
     else:
         most = MOST_LEAD if ITEMSIZE[x] == 2 or cluster > 1 else MOST_LEAD_ALONE_FLOAT32_LAYERNORM
     return min(most, round(4 * LEAD_BYTES / bytes_of_steps))
@@ -556,7 +579,8 @@ def _staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) 
     """Columns a thread to choose from; rare combinations, of which there are many, have no choice."""
     if not vector and not device.has_large_shared_memory:  # with 32, and db, kernels spill
         return ((columns_per_thread(x),),)
-    usual = x != dy or cluster > (4 if vector else 8) or not device.has_large_shared_memory
+    largest = 8 if not vector else 16 if ITEMSIZE[x] == 2 else 4
+    usual = x != dy or cluster > largest or not device.has_large_shared_memory
     choice = _usual_columns(x) if usual else STAGED_COLUMNS_PER_THREAD[vector][_compute_name(x)]
     many = vector and x == dy and ITEMSIZE[x] == 2 and cluster == 16
     return (choice, (STAGED_MANY_COLUMNS_PER_THREAD,)) if many else (choice,)
@@ -569,9 +593,19 @@ def _may_fill_lanes(kind: Kind, cluster: int, device: Device) -> bool:
     return gains and cluster <= STAGED_FILLING_CLUSTER[ITEMSIZE[x]]
 
 
-def _fills_lanes(columns: int, cluster: int, x: str) -> bool:
-    """Whether a row gives each thread of all blocks STAGED_FILLING_COLUMNS."""
-    return columns in (STAGED_FILLING_COLUMNS * threads * cluster for threads in STAGED_FILLING_THREADS[ITEMSIZE[x]])
+def _fills_lanes(columns: int, cluster: int, slab: int, held: tuple[int, int], x: str) -> bool:
+    """Whether STAGED_FILLING_COLUMNS take the place of 32; `held` is what _staged_threads() chose."""
+    per_thread, group = held
+    covered = STAGED_FILLING_COLUMNS * group
+    if per_thread != 32 or group < STAGED_FILLING_LEAST_THREADS[ITEMSIZE[x]] or slab > covered:
+        return False
+    return ITEMSIZE[x] == 2 or columns == covered * cluster
+
+
+def _is_too_long(norm: str, slab: int, per_thread: int, cluster: int) -> bool:
+    """Whether a block's part of a row goes to more blocks though it has room."""
+    few = norm == "layernorm" and cluster <= STAGED_MOST_COLUMNS_CLUSTER
+    return few and slab > STAGED_MOST_COLUMNS_LAYERNORM.get(per_thread, slab)
 
 
 def _forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Device) -> Choice:
@@ -583,10 +617,8 @@ def _forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Devic
     # Compiled for 10.0, LayerNorm keeps float16 columns widened, and spills.
     spills = norm == "layernorm" and x == "float16" and device.compute_capability >= (10, 0)
     many: Choice = () if spills else ((STAGED_MANY_COLUMNS_PER_THREAD,),)
-    if cluster == 16:
-        return many or (_usual_columns(x),)
     choice = FORWARD_COLUMNS_PER_THREAD[norm][: -1 if spills else None]
-    return (choice, *(many if cluster == 8 and norm == "rmsnorm" else ()))
+    return (choice, *(many if cluster >= 8 and norm == "rmsnorm" else ()))
 
 
 def _usual_columns(x: str) -> tuple[int, ...]:
@@ -651,20 +683,27 @@ def _takes_part(x: str, held: tuple[int, int]) -> bool:
     return group < WARP and per_thread != columns_per_thread(x)
 
 
+def _has_whole_warps(x: str, held: tuple[int, int]) -> bool:
+    """kWholeWarps of columns.cuh."""
+    return held[0] > columns_per_thread(x) and not _takes_part(x, held)
+
+
 def _block_threads(kind: Kind, per_thread: int, keeps_pace: bool) -> int:
     """Of a block with several groups: as many as there may be, for fewer partial rows of dw and db, and one ring.
 
     RMSNorm, N=4096, 25 MB, where walkers met: 17.4 us with four warps, 16.9 with eight; LayerNorm 19.5 and 18.6. But
-    half as many where all would wait for each other's copies (staged.cuh: a team is then a whole block), unless
-    RMSNorm of 16-bit types keeps pace there: eight gain with the larger ring of _ring_bytes(), 1 GB, N=384 244.3 →
-    243.9 us, 768 243.5 → 242.2, 1536 244.1 → 241.6, 3072 243.3 → 242.5 (with the smaller one 247.4, 243.0, 242.8,
-    244.0). Without pace 3072 lost at 100 MB, 35.9 → 37.8, LayerNorm at 1 GB, 246.7 → 248.9. Not timed in float32. Of
-    little data: _staged_blocks().
+    half as many where all would wait for each other's copies (staged.cuh: a team is then a whole block), unless pace is
+    kept by _has_short_steps(): eight gain with the larger ring of _ring_bytes(), RMSNorm, 1 GB, N=384 244.3 → 243.9 us,
+    768 243.5 → 242.2, 1536 244.1 → 241.6, 3072 243.3 → 242.5 (with the smaller one 247.4, 243.0, 242.8, 244.0). Without
+    pace 3072 lost at 100 MB, 35.9 → 37.8, LayerNorm at 1 GB, 246.7 → 248.9. Not timed in float32. With
+    STAGED_FILLING_COLUMNS eight gain in any case: 25 MB, 1792, beside 32 columns, 16.9 → 21.1 us with four, 17.0 → 16.1
+    with eight. Of little data: _staged_blocks().
     """
     _, x, _, _, vector = kind
     teams = vector and per_thread * compute_itemsize(x) >= 128
     may_wait = keeps_pace and _has_short_steps(kind, per_thread)
-    many = teams or may_wait or per_thread == columns_per_thread(x)
+    filling = per_thread == STAGED_FILLING_COLUMNS and ITEMSIZE[x] == 2
+    many = teams or may_wait or filling or per_thread == columns_per_thread(x)
     return STAGED_MAX_THREADS if many else STAGED_MAX_THREADS // 2
 
 
@@ -866,7 +905,7 @@ def least_steps(groups: int, rows: int, walkers: int) -> int:
 
 def _drawn_part(norm: str, x: str, held: tuple[int, int], cluster: int, blocks: int) -> float:
     """`held` is what _short_row() or _staged_threads() chose, `blocks` how many share a multiprocessor."""
-    whole_warps = held[0] > columns_per_thread(x) and not _takes_part(x, held)  # kWholeWarps of columns.cuh
+    whole_warps = _has_whole_warps(x, held)
     if cluster > 1 or not (whole_warps or norm == "rmsnorm"):  # kDraws of forward_staged.cu
         return 0.0
     if blocks == 1:
@@ -874,10 +913,24 @@ def _drawn_part(norm: str, x: str, held: tuple[int, int], cluster: int, blocks: 
     return DRAWN_PART if whole_warps or held[0] == 24 else DRAWN_PART_SHORT
 
 
-def _forward_keeps_pace(norm: str, per_thread: int, cluster: int, vector: bool) -> bool:
-    """Clusters alone, for these do not draw; with 24 or 40 columns a thread they took up to 3% more (48: not timed)."""
-    many = per_thread == STAGED_MANY_COLUMNS_PER_THREAD
-    return vector and cluster > 1 and (many or (per_thread == 32 and norm == "rmsnorm"))
+def _forward_keeps_pace(norm: str, held: tuple[int, int], cluster: int, vector: bool, full: bool) -> bool:
+    """Clusters alone, for these do not draw; with 24 or 40 columns a thread they took up to 3% more (48: not timed).
+
+    `held` and `full` are as for _keeps_pace(). RMSNorm, not full, 1 GB, in clusters from four blocks on, 25600 198.7 us
+    with pace, 193.0 without, 28672 178.7 and 175.1, 57344 182.4 and 175.8; of two 14336 166.5 and 170.3.
+    """
+    many = held[0] == STAGED_MANY_COLUMNS_PER_THREAD
+    gains = held[0] == 32 and norm == "rmsnorm" and (full or cluster == 2)
+    return vector and cluster > 1 and (many or gains)
+
+
+def _forward_least_stages(norm: str, x: str, held: tuple[int, int], cluster: int, short: bool) -> int:
+    """`held` is what _short_row() or _staged_threads() chose; `short` says that each walker has few steps."""
+    more = norm == "layernorm" and held[0] in FORWARD_MORE_STAGES_PART_COLUMNS
+    if _has_whole_warps(x, held):
+        slow = norm == "layernorm" and ITEMSIZE[x] == 2 and cluster == 1 and held[0] in FORWARD_MORE_STAGES_COLUMNS
+        more = short or slow
+    return FORWARD_STAGED_MORE_STAGES if more else FORWARD_STAGED_LEAST_STAGES
 
 
 def _forward_lead(norm: str, per_thread: int, cluster: int) -> int:
@@ -1009,12 +1062,11 @@ def _forward_staged(
             stages = min(room // step_bytes, STAGED_MOST_STAGES)
             if stages >= FORWARD_STAGED_LEAST_STAGES:
                 wanted = FORWARD_STAGED_RING_BYTES // (blocks * step_bytes)
-                least = FORWARD_STAGED_LEAST_STAGES
-                if problem.norm == "layernorm" and _takes_part(name, held) and per_thread == 24:
-                    least = FORWARD_STAGED_LEAST_STAGES_24
-                stages = min(stages, max(least, wanted))
+                walkers = _usual_clusters(cluster, device) * blocks
+                short = not _takes_at_least(problem.rows, FORWARD_SHORT_STEPS, groups, walkers)
+                stages = min(stages, max(_forward_least_stages(problem.norm, name, held, cluster, short), wanted))
                 shared_bytes = b_bytes + min(step_bytes * stages + w_bytes, room)
-                paced = _forward_keeps_pace(problem.norm, per_thread, cluster, vector > 1)
+                paced = _forward_keeps_pace(problem.norm, held, cluster, vector > 1, full=slab == per_thread * group)
                 staged = _staged_definitions(per_thread, cluster, _takes_part(name, held), paced)
                 return ForwardConfig(
                     "forward_staged.cu",
@@ -1087,8 +1139,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             direct = (*definitions, *_direct_forward_definitions(per_thread, True))
             yield Variant("forward.cu", ("forward_direct",), direct)
 
-        def paced(held: tuple[int, int], cluster: int, _: bool, norm: str = norm, vector: bool = vector) -> bool:
-            return _forward_keeps_pace(norm, held[0], cluster, vector)
+        def paced(held: tuple[int, int], cluster: int, full: bool, norm: str = norm, vector: bool = vector) -> bool:
+            return _forward_keeps_pace(norm, held, cluster, vector, full)
 
         yield from _staged_variants("forward_staged", definitions, x, device, choices, parts, paced, lambda *_: False)
     for x, streaming in product(FLOAT_NAMES, (False, True)):
@@ -1114,8 +1166,8 @@ def _staged_variants(
     parts = {(n, 1, True) for n in part_of_warp}
     wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
     for per_thread, cluster, part in sorted(wholes | parts):
-        # 1: a part of a warp
-        groups = (1,) if part else (1, WARP) if per_thread <= columns_per_thread(x) else (WARP, 2 * WARP)
+        # less than WARP: a part of a warp
+        groups = (1, WARP // 2) if part else (1, WARP) if per_thread <= columns_per_thread(x) else (WARP, 2 * WARP)
         paces = sorted({paced_of((per_thread, g), cluster, full) for g, full in product(groups, (False, True))})
         fills_warp = WARP * per_thread  # as the blocks of clusters all do
         shorts = sorted({short_of(per_thread, n) for n in ((1, fills_warp) if cluster == 1 else (fills_warp,))})
