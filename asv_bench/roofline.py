@@ -17,7 +17,7 @@ The sets:
     dtypes    float16 with float32 w, and all float32: four N, the same data
     pytorch   the shapes that PyTorch's own norm benchmark names
     triton    the 30 rows of Triton's layer-norm tutorial: 4096 rows, all float16
-    odd       N that is odd, and rows at odd strides or starts
+    odd       N that is odd, and rows at odd strides or starts, 100 MB and 1 GB
     small     data under 25 MB, down to one row
     forward   both forward passes, 100 MB and 1 GB
 """
@@ -89,10 +89,15 @@ def by_data(op: str, columns: Sequence[int], sizes: Sequence[float], dtype: Any,
             yield Row(bench.case(op, rows_for(size, n, bench.dtype_of(dtype).itemsize), n, dtype, w_dtype))
 
 
+def large(sizes: Sequence[float]) -> list[float]:
+    return [size for size in sizes if size >= 100]
+
+
 def odd(op: str, options: argparse.Namespace) -> Iterator[Row]:
-    for row in by_data(op, options.only or ODD_COLUMNS, (100.0,), options.dtype, options.w_dtype):
+    sizes = large(options.sizes)
+    for row in by_data(op, options.only or ODD_COLUMNS, sizes, options.dtype, options.w_dtype):
         yield row
-    for row in by_data(op, options.only or FEW_COLUMNS, (100.0,), options.dtype, options.w_dtype):
+    for row in by_data(op, options.only or FEW_COLUMNS, sizes, options.dtype, options.w_dtype):
         for gap, start in LAYOUTS:
             yield Row(row.case, gap, start)
 
@@ -121,7 +126,7 @@ SETS: dict[str, tuple[str, Callable[[str, argparse.Namespace], Iterator[Row]]]] 
     "small": ("_backward", lambda op, o: named(op, SMALL, o)),
     "forward": (
         "_forward",
-        lambda op, o: by_data(op, o.only or COLUMNS, [size for size in o.sizes if size >= 100], o.dtype, o.w_dtype),
+        lambda op, o: by_data(op, o.only or COLUMNS, large(o.sizes), o.dtype, o.w_dtype),
     ),
 }
 
