@@ -57,9 +57,7 @@ def test_trees_are_timed_in_turn(
     }
 
 
-@pytest.mark.parametrize(
-    "words", [".", ".:DRAWN_LEAST_STEPS=3,STAGED_SINGLE_COLUMNS_RING_BYTES={'rmsnorm': 1}", "HEAD"]
-)
+@pytest.mark.parametrize("words", [".", ".:DRAWN_LEAST_STEPS=3,MOST_LEAD_OF_STAGES={3: 1}", "HEAD"])
 def test_a_tree_is_timed_by_a_process_of_its_own(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     if words == "HEAD" and not ((ROOT / ".git").exists() and shutil.which("git")):
         pytest.skip("needs git and its history")
