@@ -17,9 +17,9 @@ The sets:
     dtypes    float16 with float32 w, and all float32: four N, the same data
     pytorch   the shapes that PyTorch's own norm benchmark names
     triton    the 30 rows of Triton's layer-norm tutorial: 4096 rows, all float16
-    odd       N that is odd, and rows at odd strides or starts, 100 MB and 1 GB
+    odd       N that is odd, and rows at odd strides or starts: of the sizes those of 100 MB and more
     small     data under 25 MB, down to one row
-    forward   both forward passes, 100 MB and 1 GB
+    forward   both forward passes, the same sizes
 """
 
 from __future__ import annotations

@@ -666,13 +666,13 @@ def test_long_launches_have_less_in_flight():
 
 
 PACE_LENGTHS = (
-    *(8, 16, 256, 384, 512, 768, 1001, 1024, 3072, 4096, 5120),
+    *(8, 16, 24, 96, 256, 384, 512, 768, 1001, 1024, 3072, 4096, 5120),
     *(7168, 14336, 16384, 20480, 32768, 65536, 262144),
 )
 PACED_LAYERNORM = {
     "float16": (16, 256, 384, 512, 768, 1024, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536),
     "bfloat16": (16, 256, 384, 512, 768, 1024, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536),
-    "float32": (16, 256, 384, 512, 1024, 4096, 5120, 7168, 14336, 16384, 20480, 32768),
+    "float32": (16, 24, 96, 256, 384, 512, 1024, 4096, 5120, 7168, 14336, 16384, 20480, 32768),
     "float64": (384, 512, 768, 1024, 3072),
 }
 
@@ -902,7 +902,8 @@ def test_rows_of_24_columns_a_thread_have_larger_blocks_where_pace_is_kept(colum
         problem = replace(problem, want_db=want_db and norm == "layernorm")
         chosen = config.backward_config(problem, True, DEVICES["sm_90"])
         if name == "float32":
-            assert chosen.threads < 256 or "COLUMNS_PER_THREAD=24" not in chosen.definitions
+            assert ("COLUMNS_PER_THREAD=24" in chosen.definitions) == (columns > 384)
+            assert columns == 384 or chosen.threads < 256
             continue
         large = rows == long and want_db
         assert (chosen.threads, chosen.group_threads) == (256 if large else 128, row_threads), (rows, name)

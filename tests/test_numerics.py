@@ -128,8 +128,8 @@ def test_column_blocks(norm: str, rows: int, columns: int) -> None:
     ],
 )
 def test_rows_that_fill_the_lanes(norm: str, x: str, rows: int, columns: int) -> None:
-    """24, 28, 40 and 48 columns a thread where test_config.py has them chosen: in one block, in clusters of two to
-    sixteen, with blocks that meet and beside column blocks, in both passes."""
+    """24, 28, 40 and 48 columns a thread where test_config.py has them chosen for 16 bits, and what float32 has there:
+    in one block, in clusters of two to sixteen, with blocks that meet and beside column blocks, in both passes."""
     cupy = pytest.importorskip("cupy")
     case = Case(norm, rows, columns, x, "float32", x, seed=rows)
     tensors = make_case(cupy, case)
