@@ -135,16 +135,15 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
     """What the options of `add_row_options` choose. Raises UsageError where that is nothing."""
     from cupynorm import cli
 
-    chosen = [
-        row
-        for name in options.set
-        for op in options.ops
-        if op.endswith(SETS[name][0])
-        for row in SETS[name][1](op, options)
-    ]
+    chosen = [row for name in options.set for row in rows_of_set(name, options)]
     if not chosen:
         raise cli.UsageError("nothing to measure: no set that was chosen has such ops, sizes and N")
     return list(dict.fromkeys(chosen))
+
+
+def rows_of_set(name: str, options: argparse.Namespace) -> Iterator[Row]:
+    ending, rows = SETS[name]
+    return (row for op in options.ops if op.endswith(ending) for row in rows(op, options))
 
 
 def inputs_of(row: Row, xp: Any) -> dict[str, Any]:
@@ -169,11 +168,12 @@ def run(options: argparse.Namespace) -> int:
     with ExitStack() as files:
         target = cli.writable(files, "--csv", options.csv)
         cupy = cli.needed_cupy()
-        lines = []
+        lines, met = [], set()
         for row in report.progress(chosen, lambda row: f"{row.case.op} {row.case.shape}"):
             measured = bench.measure_case(row.case, inputs_of(row, cupy), xp=cupy)
             limit = bound_seconds(row, measured, cupy)
             meets = "yes" if measured.seconds <= limit else "no"
+            met |= {row} if meets == "yes" else set()
             times = [f"{seconds * 1e6:.1f}" for seconds in (measured.seconds, measured.triad_seconds, limit)]
             case, share = row.case, f"{measured.fraction:.3f}"
             lines.append([case.op, case.shape, case.dtypes, row.layout, *times[:2], share, times[2], meets])
@@ -181,8 +181,15 @@ def run(options: argparse.Namespace) -> int:
             report.write_rows(target, HEAD, lines)
     print(f"{bench.device_name(cupy)}; a call that does nothing reads {measured.empty_seconds * 1e6:.1f} us\n")
     print(report.table(HEAD, lines))
-    print(f"\n{sum(line[-1] == 'yes' for line in lines)} of {len(lines)} meet their bound")
+    print(f"\n{len(met)} of {len(lines)} meet their bound{of_sets(met, options)}")
     return 0
+
+
+def of_sets(met: set[Row], options: argparse.Namespace) -> str:
+    """How many rows of each set that was chosen meet their bound, if there are several; some may be in two."""
+    rows = {name: set(rows_of_set(name, options)) for name in options.set}
+    counts = [f"{name} {len(met & of_set)} of {len(of_set)}" for name, of_set in rows.items() if of_set]
+    return ": " + ", ".join(counts) if len(counts) > 1 else ""
 
 
 def spread(array: Any, row: Row, xp: Any) -> Any:

@@ -210,7 +210,15 @@ def test_rooflines_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     ]  # fmt: skip
     assert {line["bound us"] for line in lines} == {"104.6", "105.6", "114.1"}
     assert out.count("1024 ") >= len(lines) == 8
-    assert out.endswith("0 of 8 meet their bound\n")
+    assert out.endswith("0 of 8 meet their bound: sizes 0 of 2, odd 0 of 8\n")
+
+
+def test_how_many_rows_of_each_set_meet_their_bound() -> None:
+    options = roofline.parse(["--set", "sizes,odd,triton", "--sizes", "100", "--only", "1024"])
+    met = {row for row in roofline.rows_of(options) if row.gap or row.case.norm == "rmsnorm"}
+    assert roofline.of_sets(met, options) == ": sizes 1 of 2, odd 6 of 8, triton 0 of 1"  # N=1024 as it lies is in two
+    options = roofline.parse(["--set", "sizes"])
+    assert roofline.of_sets(set(), options) == ""
 
 
 # --- bad input --------------------------------------------------------------------------------------------
