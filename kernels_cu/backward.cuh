@@ -9,7 +9,7 @@
 //   X_TYPE      element type of x and dx          DY_TYPE  element type of dy
 //   WANT_DB     1: db is summed as well           VECTOR   1: 16-byte accesses (8, where these do not divide a thread's
 //                                                          columns), 0: single elements
-//   COLUMNS_PER_THREAD     PART_OF_WARP  1: a row takes a part of a warp however many columns a thread has
+//   COLUMNS_PER_THREAD     PART_OF_WARP  1: a row takes a warp or less however many columns a thread has
 //   SHORT_ROWS  1: some block has fewer columns of a row than one of its warps would read
 //   WEIGHT_OFFSET  1: w + offset in place of w    PER_HEAD  1: one w for each head
 //   ADD_RESIDUAL   1: dresidual_out is added to dx  ACCUMULATE  1: dw and db are added to what is there

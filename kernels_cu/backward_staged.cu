@@ -78,9 +78,16 @@ private:
     }
 };
 
-// Threads on a multiprocessor that leave each the registers that it needs.
-constexpr int kThreadsAtOnce = kColumnsPerThread == 24 && (sizeof(X) < 4 || !kWantDb) ? 384
-                               : !kWholeWarps && __CUDA_ARCH__ < (kVector > 1 ? 1200 : 1000) ? 512 : kMaxThreads;
+// Threads on a multiprocessor that leave each the registers that it needs: _threads_at_once() of config.py asks for no more.
+constexpr int kColumnBytes = kColumnsPerThread * int(sizeof(Compute));
+constexpr bool kFewRegisters = sizeof(X) < 4 || !kWantDb;
+constexpr int kVectorsAtOnce = kColumnsPerThread == 24 && kFewRegisters           ? 384
+                               : !kWholeWarps && __CUDA_ARCH__ < 1200             ? 512
+                                                                                  : kMaxThreads;
+constexpr int kSinglesAtOnce = kColumnBytes < 64 || (kColumnBytes == 64 && __CUDA_ARCH__ < 1000) ? 512
+                               : kColumnBytes <= 96 && kFewRegisters                             ? 384
+                                                                                                 : kMaxThreads;
+constexpr int kThreadsAtOnce = kVector > 1 ? kVectorsAtOnce : kSinglesAtOnce;
 
 // LayerNorm with db whose blocks 28 columns a thread fill, or nearly, and which are no clusters: without what the two switches
 // below do for 32 columns it takes less, N=3584 at 1 GB 245.8 → 242.2 us, 7168 244.0 → 240.2, at 25 MB 16.8 → 15.9, 17.3 → 16.0.

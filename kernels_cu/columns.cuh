@@ -5,8 +5,8 @@
 
 #include "element.cuh"
 
-// With more columns a thread than these a row takes whole warps, unless compiled with PART_OF_WARP; with these it may take
-// a part of one.
+// With more columns a thread than these a row takes whole warps, unless compiled with PART_OF_WARP; with these or fewer it
+// takes a warp or a part of one.
 #ifndef PART_OF_WARP
 #define PART_OF_WARP 0
 #endif

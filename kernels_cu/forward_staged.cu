@@ -49,10 +49,18 @@ struct RowStatistics {
 constexpr bool kBInShared = kLayerNorm && sizeof(X) == 2 && kVector > 1 && kWholeWarps && !kClustered &&
                             kColumnsPerThread <= 32 && __CUDA_ARCH__ < 1200;
 
-// Threads on a multiprocessor that leave each the registers that it needs: for w, perhaps b, x of two rows, and some.
+// Threads on a multiprocessor that leave each the registers that it needs, as _forward_threads_at_once() of config.py has it:
+// in vectors for w, perhaps b, x of two rows, and some; of single columns by what was timed, and what does not spill.
 constexpr int kBytesOfColumn = (kBInShared ? 1 : 2) * int(sizeof(Compute)) + 2 * int(sizeof(X));
 constexpr int kRegisters = kColumnsPerThread * kBytesOfColumn / 4 + (kLayerNorm ? 78 : 62);
-constexpr int kThreadsAtOnce = kVector == 1 ? kMaxThreads : kRegisters <= 128 ? 512 : kRegisters <= 170 ? 384 : 256;
+constexpr int kVectorsAtOnce = kRegisters <= 128 ? 512 : kRegisters <= 170 ? 384 : kMaxThreads;
+constexpr bool kMoreSingles = kLayerNorm && sizeof(X) == 2 && !PART_OF_WARP;
+constexpr bool kFewSingles = sizeof(X) > 2 && kColumnsPerThread * sizeof(Compute) == 64;
+constexpr int kSinglesAtOnce = sizeof(X) == 8 || kFewSingles || __CUDA_ARCH__ >= 1000      ? kMaxThreads
+                               : kColumnsPerThread <= (kMoreSingles ? 24 : 20)             ? 512
+                               : kColumnsPerThread <= (kMoreSingles ? 32 : 24)             ? 384
+                                                                                           : kMaxThreads;
+constexpr int kThreadsAtOnce = kVector > 1 ? kVectorsAtOnce : kSinglesAtOnce;
 
 // b of a thread's columns, in registers or in shared memory.
 struct Bias {

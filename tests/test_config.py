@@ -132,8 +132,9 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned, norm, rows):
         (7160, "bfloat16", 1, 28),  # some lanes have fewer
         (6152, "bfloat16", 1, 28),  # more than 24 cover
         (7176, "bfloat16", 1, 32),  # more than 28 cover
-        (14328, "bfloat16", 2, 28),
-        (28656, "float16", 4, 28),
+        (14328, "bfloat16", 2, 32),  # in clusters where they are all there
+        (13312, "bfloat16", 2, 32),
+        (28656, "float16", 4, 32),
         (1792, "float32", 1, 28),
         (3584, "float32", 1, 28),
         (7168, "float32", 1, 28),
@@ -145,8 +146,8 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned, norm, rows):
     ],
 )
 def test_28_columns_a_thread_in_place_of_32(columns, name, cluster, per_thread):
-    """Of LayerNorm with db alone; where they fill the lanes of few blocks, it keeps pace. Where x and dy differ,
-    RMSNorm and other devices as ever."""
+    """In vectors, of LayerNorm with db alone; where they fill the lanes of few blocks, it keeps pace. Where x and dy
+    differ, RMSNorm and other devices as ever."""
     hopper = DEVICES["sm_90"]
     chosen = config.backward_config(backward(columns, name, name), True, hopper)
     assert (chosen.route, chosen.cluster, defined(chosen, "COLUMNS_PER_THREAD")) == ("staged", cluster, per_thread)
@@ -162,12 +163,128 @@ def test_28_columns_a_thread_in_place_of_32(columns, name, cluster, per_thread):
         "mixed": config.backward_config(
             backward(columns, name, "float16" if name == "float32" else "float32"), True, hopper
         ),
-        "off 16 bytes": config.backward_config(problem, False, hopper),
         "another device": config.backward_config(problem, True, DEVICES["sm_120"]),
     }
     assert {which: defined(other, "COLUMNS_PER_THREAD") for which, other in others.items()} == {
         which: 16 if other.route != "staged" else 32 for which, other in others.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "per_thread", "lanes"),
+    [
+        ("bfloat16", 16, 16, 1),
+        ("bfloat16", 17, 16, 2),  # 12 take four lanes or more
+        *(("bfloat16", columns, 12, 4) for columns in (33, 48)),
+        ("float16", 49, 16, 4),
+        ("bfloat16", 65, 12, 8),
+        ("float16", 97, 16, 8),
+        ("bfloat16", 129, 12, 16),
+        ("bfloat16", 193, 16, 16),
+        *(("bfloat16", columns, 20, 16) for columns in (257, 320)),
+        *(("float16", columns, 12, 32) for columns in (321, 384)),
+        ("bfloat16", 385, 16, 32),
+        *(("float32", columns, 16, lanes) for columns, lanes in ((33, 4), (65, 8), (257, 32), (350, 32))),
+        *(("float64", columns, 8, lanes) for columns, lanes in ((33, 8), (129, 32))),
+    ],
+)
+def test_short_rows_off_16_bytes_leave_few_lanes_without_a_column(name, columns, per_thread, lanes):
+    for problem in (backward(columns, name, name), backward(columns, name, name, norm="rmsnorm")):
+        chosen = config.backward_config(problem, False, DEVICES["sm_90"])
+        assert (defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads) == (per_thread, lanes)
+        usual = 8 if name == "float64" else 16
+        assert ("PART_OF_WARP=1" in chosen.definitions) == (per_thread != usual)
+    mixed = config.backward_config(
+        backward(columns, name, "float64" if name != "float64" else "float32"), False, hopper()
+    )
+    assert defined(mixed, "COLUMNS_PER_THREAD") == usual
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "per_thread", "lanes", "threads_at_once"),
+    [
+        ("bfloat16", 17, 16, 2, 256),  # few lanes
+        ("bfloat16", 33, 12, 4, 512),
+        ("float16", 129, 12, 16, 512),
+        ("bfloat16", 193, 16, 16, 512),
+        ("bfloat16", 257, 20, 16, 512),
+        *(("float16", columns, 24, 16, 384) for columns in (321, 384)),
+        ("bfloat16", 511, 16, 32, 512),
+        ("float32", 33, 16, 4, 256),
+        ("float32", 65, 12, 8, 512),
+        ("float32", 257, 20, 16, 512),
+        ("float32", 350, 12, 32, 512),
+        ("float32", 450, 16, 32, 256),
+        ("float64", 129, 8, 32, 256),
+    ],
+)
+def test_short_rows_off_16_bytes_in_the_forward_pass(name, columns, per_thread, lanes, threads_at_once):
+    for norm in ("rmsnorm", "layernorm"):
+        chosen = config.forward_config(forward(columns, name, norm), False, hopper())
+        assert (defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads) == (per_thread, lanes)
+        assert chosen.threads * forward_blocks(chosen) == threads_at_once
+
+
+@pytest.mark.parametrize(
+    ("columns", "per_thread", "group", "cluster"),
+    [
+        *((columns, 20, 32, 1) for columns in (513, 640)),
+        *((columns, 24, 32, 1) for columns in (641, 768)),
+        (769, 28, 32, 1),
+        (897, 32, 32, 1),
+        (1025, 36, 32, 1),
+        (1153, 40, 32, 1),
+        (1281, 24, 64, 1),
+        (3001, 24, 128, 1),
+        (4095, 32, 128, 1),
+        (6001, 24, 256, 1),
+        (8191, 32, 256, 1),
+        (12289, 28, 256, 2),
+        (16385, 36, 256, 2),
+        (65537, 36, 256, 8),
+    ],
+)
+def test_rows_off_16_bytes_fill_the_lanes_of_their_warps(columns, per_thread, group, cluster):
+    for norm in ("rmsnorm", "layernorm"):
+        for chosen in (
+            config.backward_config(backward(columns, "bfloat16", "bfloat16", norm=norm), False, hopper()),
+            config.forward_config(forward(columns, "bfloat16", norm), False, hopper()),
+        ):
+            found = defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads, chosen.cluster
+            assert found == (per_thread, group, cluster), (norm, chosen)
+    other = config.backward_config(backward(columns, "bfloat16", "bfloat16"), False, DEVICES["sm_120"])
+    assert defined(other, "COLUMNS_PER_THREAD") == 16
+
+
+@pytest.mark.parametrize(
+    ("norm", "name", "columns", "blocks"),
+    [
+        ("layernorm", "bfloat16", 1500, 4),  # 24 columns a thread, 512 threads
+        ("layernorm", "bfloat16", 6001, 2),
+        ("rmsnorm", "bfloat16", 1500, 3),
+        ("layernorm", "float32", 1500, 3),
+        ("layernorm", "float16", 4095, 3),  # 32
+        ("rmsnorm", "bfloat16", 4095, 2),
+        ("layernorm", "float32", 4095, 2),
+        ("layernorm", "bfloat16", 1200, 2),  # 40
+    ],
+)
+def test_forward_blocks_off_16_bytes(norm, name, columns, blocks):
+    assert forward_blocks(config.forward_config(forward(columns, name, norm), False, hopper())) == blocks
+
+
+def hopper() -> config.Device:
+    return DEVICES["sm_90"]
+
+
+def forward(columns: int, name: str, norm: str) -> NormProblem:
+    problem = backward(columns, name, name, 1 << 20, norm)
+    return replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
+
+
+def forward_blocks(chosen: config.ForwardConfig) -> int:
+    """On one multiprocessor, by their shared memory."""
+    return hopper().shared_bytes // (chosen.shared_bytes + config.STATIC_SHARED_BYTES)
 
 
 def what_orders_a_rows_sums(chosen: config.BackwardConfig) -> tuple[object, ...]:
@@ -284,7 +401,8 @@ def test_no_warp_reads_single_columns_that_are_not_there(device, x, dy):
     for columns, norm in product(lengths, ("rmsnorm", "layernorm")):
         chosen = config.backward_config(backward(columns, x, dy, norm=norm), False, device)
         per_thread = next(int(d.split("=")[1]) for d in chosen.definitions if d.startswith("COLUMNS_PER_THREAD="))
-        if chosen.route == "staged" and per_thread > config.columns_per_thread(x):
+        part = "PART_OF_WARP=1" in chosen.definitions
+        if chosen.route == "staged" and per_thread > config.columns_per_thread(x) and not part:
             last = columns - (chosen.cluster - 1) * chosen.slab_columns
             reads_beyond = min(last, chosen.slab_columns) < 32 * per_thread
             assert ("SHORT_ROWS=1" in chosen.definitions) == reads_beyond, (columns, norm)

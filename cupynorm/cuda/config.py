@@ -30,17 +30,35 @@ STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
 # In flight on a multiprocessor: see _ring_bytes().
 STAGED_RING_BYTES, STAGED_LARGE_RING_BYTES = 112 << 10, 128 << 10
 # Columns a thread where a row takes whole warps, by type of the arithmetic. Several, so that rows of any length fill
-# the lanes of 1, 2, 4 or 8 warps; in vectors, or single columns.
+# the lanes of 1, 2, 4 or 8 warps; in vectors, or single columns: for these, whose lanes without a column take as long
+# as the others, six in place of two. 1 GB, an H100: LayerNorm N=513 520 → 367 us, 601 447 → 356, 700 386 → 358, RMSNorm
+# 513 453 → 367, 601 390 → 355, 700 348 → 357, from 769 on −1 to +2%; on an H200 24 beside 32 and 40 made LayerNorm 6100
+# 298.0 → 262.3, 24001 354.9 → 306.6.
 STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, tuple[int, ...]]] = {
     True: {"float32": (24, 32, 40), "float64": (16,)},
-    False: {"float32": (32, 40), "float64": (16,)},
+    False: {"float32": (20, 24, 28, 32, 36, 40), "float64": (16,)},
 }
-# Of short rows, beside columns_per_thread(): so many, where these cover least beyond the row, and on how many lanes at
-# most. 1 GB, LayerNorm: N=384 forward 223 → 185 us, backward 265 → 249, N=192 255 → 183, 273 → 254. With 32, forward,
-# LayerNorm N=256 194 → 177 us, but 512 177 → 185; backward, with the registers it needs, LayerNorm N=256 254 → 249,
-# but at 100 MB 38 → 42, and 128 258 → 272. Backward in float32 LayerNorm loses 5% with 24.
-STAGED_PART_OF_WARP_COLUMNS = {24: 16}
-FORWARD_PART_OF_WARP_COLUMNS = {24: 16, 32: 8}
+# Of short rows, beside columns_per_thread(), where these cover least beyond the row: how many columns a thread, and on
+# how many lanes at least and at most, in vectors or single columns, by bytes of x's type. In vectors, 1 GB, LayerNorm:
+# N=384 forward 223 → 185 us, backward 265 → 249, N=192 255 → 183, 273 → 254. With 32, forward, LayerNorm N=256 194 →
+# 177 us, but 512 177 → 185; backward, with the registers it needs, LayerNorm N=256 254 → 249, but at 100 MB 38 → 42,
+# and 128 258 → 272. Backward in float32 LayerNorm loses 5% with 24. Single columns, 1 GB, an H100, backward: RMSNorm 65
+# 656 → 573, 129 533 → 476, 257 498 → 389, 350 376 → 371, LayerNorm 681 → 592, 579 → 520, 560 → 392, 415 → 377; with
+# fewer lanes 12 lost at 25 MB (9 to 20 up to 28%), 20 and 24 lost or gained less (33 with 20 549 → 1063, 129 497); in
+# float32 24 lost 14 to 18%, and 12 gained nothing. Forward: FORWARD_FEW_LANES.
+PartLanes = dict[int, tuple[int, int]]
+STAGED_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
+    True: {2: {24: (1, 16)}},
+    False: {2: {12: (4, 32), 20: (16, 16)}},
+}
+FORWARD_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
+    True: {2: {24: (1, 16), 32: (1, 8)}, 4: {24: (1, 16), 32: (1, 8)}},
+    False: {2: {12: (4, 16), 20: (16, 16), 24: (16, 16)}, 4: {12: (8, 32), 20: (16, 16)}},
+}
+# Forward, single columns of 16-bit types, twice as many threads on a multiprocessor where as many lanes or more hold a
+# row; with the columns above, 1 GB, an H100: RMSNorm 65 664 → 433 us, 129 662 → 398, 257 625 → 278, 450 367 → 255,
+# LayerNorm 764 → 513, 787 → 482, 711 → 357, 411 → 293; with fewer lanes 9 to 20 lost 10 to 20%.
+FORWARD_FEW_LANES = 4
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 # Of 16-bit types, where the largest cluster has no room for the row otherwise (1 GB, N=262144: RMSNorm 555 us in two
 # sweeps, 263 so). Level two of dw and db then lies in memory, and of w, beside both, three vectors a thread in shared
@@ -50,13 +68,14 @@ STAGED_SHARED_W_BYTES = 3 * 8 * 4
 # Of LayerNorm with db, x and dy of one type, in place of 32, by the bytes of x's type from so many threads a row on and
 # in clusters of up to so many blocks: of 16 bits where they cover a block's columns, in accesses of 8 bytes, and where
 # they fill its lanes with pace; in float32 where they fill the lanes of all blocks, with pace. 1 GB, not full, 1600
-# 267.9 → 247.2 us, 3328 259.0 → 248.0, 6400 267.2 → 247.0 (with pace 269.9), 13312 245.0 → 246.4; 25 MB 3 to 6% less.
+# 267.9 → 247.2 us, 3328 259.0 → 248.0, 6400 267.2 → 247.0 (with pace 269.9); 25 MB 3 to 6% less; but in pairs of blocks
+# 13312 245.0 → 246.4, 13824 246.1 → 249.3 (not there).
 # Full, 896 254.0 → 240.8, 3584 246.7 → 242.1, 7168 247.5 → 240.2, 14336 252.2 → 241.5, but without pace 28672 253.9 →
 # 246.8 (with it 248.5); 25 MB 3584 16.6 → 15.9, 7168 16.9 → 16.0. float32, 1 GB, 1792 256.9 → 240.3, 3584 254.5 →
 # 239.4, 7168 251.5 → 242.9, 14336 243.5 → 242.8; 25 MB 18.2 → 15.0, 17.1 → 17.1, 17.4 → 15.2, 18.0 → 15.2. Not there:
 # float32 in clusters of eight, 28672 242.2 → 240.2; RMSNorm, whose loop is fast enough with 32.
 STAGED_FILLING_COLUMNS = 28
-STAGED_FILLING_LEAST_THREADS = {2: 32, 4: 64, 8: 0}
+STAGED_FILLING_LEAST_THREADS = {2: 32, 4: 64}
 STAGED_FILLING_CLUSTER = {2: 4, 4: 2, 8: 0}
 # With 40 columns a thread LayerNorm has no longer part of a row in blocks alone or in pairs, but twice as many blocks:
 # 1 GB, 9216 243.9 us, 247.7 in one block; 10240, 20480 0.2 to 0.3% less so; though 18432 250.0, 247.8 in two. RMSNorm
@@ -68,8 +87,8 @@ STAGED_MOST_COLUMNS_LAYERNORM, STAGED_MOST_COLUMNS_CLUSTER = {40: 8448}, 2
 # MB −2 to +1.5%; RMSNorm as long, 131072 23.2 → 22.6; float32, 100 MB, 1 to 4% less in both.
 FORWARD_STAGED_LEAST_STAGES, FORWARD_STAGED_MORE_STAGES, FORWARD_SHORT_STEPS = 2, 3, 24
 # And of LayerNorm's blocks that are no clusters, by columns a thread: 1 GB, with two and three, 2560 170.0 → 168.6 us,
-# 5120 170.5 → 168.6, 10240 170.5 → 169.8, 8192 172.3 → 171.2, 16384 172.4 → 171.6; of parts of warps 384 186 → 176.
-# With the others it lost: 24 1536 169.4 → 171.1, 32 4096 167.5 → 169.1, 48 12288 169.3 → 170.6.
+# 5120 170.5 → 168.6, 10240 170.5 → 169.8, 8192 172.3 → 171.2, 16384 172.4 → 171.6, though 1280 168.5 → 169.6; of parts
+# of warps 384 186 → 176. With the others it lost: 24 1536 169.4 → 171.1, 32 4096 167.5 → 169.1, 48 12288 169.3 → 170.6.
 FORWARD_MORE_STAGES_COLUMNS, FORWARD_MORE_STAGES_PART_COLUMNS = (40, 64), (24,)
 # Forward, where each walker has many steps: of all steps this part is drawn by whoever is done first. 1 GB: RMSNorm
 # N=256 182 → 172 us with a half, 174 with a quarter, N=4096 171 → 168 with a quarter, LayerNorm 179 → 174; of blocks
@@ -108,9 +127,8 @@ MOST_LEAD_OF_MORE_STAGES, MOST_LEAD_OF_MORE_STAGES_CLUSTERS = 5, 9
 LEAD_SHORT_ROWS, LEAD_LARGEST_CLUSTERS = 9, 8  # RMSNorm
 LEAD_LAYERNORM_24_COLUMNS, LEAD_LAYERNORM_CLUSTERS = 9, 8
 # With 28 columns a thread, LayerNorm, 1 GB, with seven, eight, nine and ten: 7168 244.8, 244.3, 244.2, 244.7 us, 14336
-# 241.3, 241.4, 242.9, 244.3. In float32, by threads of a block that share a row, with
-# five, seven and nine: 64, 1792 241.9, 240.3, 241.8; 128, 3584 241.3, 239.4, 240.7; 256, 7168 242.9, 246.5, 249.1,
-# 14336 242.8, 246.1, 248.6.
+# 241.3, 241.4, 242.9, 244.3. In float32, by threads of a block that share a row, with five, seven and nine: 64, 1792
+# 241.9, 240.3, 241.8; 128, 3584 241.3, 239.4, 240.7; 256, 7168 242.9, 246.5, 249.1, 14336 242.8, 246.1, 248.6.
 LEAD_FILLING, LEAD_FILLING_FLOAT32 = 8, {64: 7, 128: 7, 256: 5}
 # Forward, in clusters, RMSNorm, 1 GB, with nine, ten, eleven and twelve: N=14336 166.8, 166.7, 166.9, 167.7 us, 32768
 # 165.4, 165.5, 165.7, 166.4, 65536 166.5, 166.1, 166.6, 167.1. Of 64 columns a thread, by blocks of a cluster, each
@@ -286,9 +304,8 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
         return staged
     if problem.columns <= WARP * per_thread:
         choice = _staged_choice(x, dy, vector > 1, 1, device)
-        return _direct(
-            problem, definitions, SMALL_BLOCK, *_short_row(x, problem.columns, _part_of_warp(x, choice, device))
-        )
+        parts = _part_of_warp(x, vector > 1, choice, device)
+        return _direct(problem, definitions, SMALL_BLOCK, *_short_row(x, problem.columns, parts))
     threads = _whole_warps(_divide_up(problem.columns, per_thread))
     fits = outer_bytes * threads + STATIC_SHARED_BYTES <= device.shared_bytes
     if fits and threads <= DIRECT_MAX_THREADS[vector > 1][-1]:
@@ -352,7 +369,8 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
             continue
         choice = _staged_choice(name, dy_name, vector, cluster, device)
-        held = _short_row(name, slab, _part_of_warp(name, choice, device)) if small else _staged_threads(slab, choice)
+        parts = _part_of_warp(name, vector, choice, device)
+        held = _short_row(name, slab, parts) if small else _staged_threads(slab, choice)
         if held is None or _is_too_long(problem.norm, slab, held[0], cluster):
             continue
         kind = (problem.norm, name, dy_name, _sums_db(problem), vector)
@@ -417,7 +435,7 @@ def _staged_config(
     least_steps = LONG_LEAST_STEPS if _is_paced_part(kind, per_thread, group) else PACE_LEAST_STEPS[problem.norm]
     one_group = cluster > 1 or not _rows_are_contiguous(problem)
     most_groups = 1 if one_group else _groups(most_threads(paced), group, problem.rows)
-    at_once = (2 if per_thread == columns_per_thread(name) else 1) * STAGED_MAX_THREADS
+    at_once = _threads_at_once(kind, per_thread)
     at_least = functools.partial(_takes_at_least, problem.rows)
     limited = vector and name == dy_name and at_least(LONG_LEAST_STEPS, most_groups, device.multiprocessors)
     pairs = [(g, b) for g in _halvings(most_groups) for b in _halvings(at_once // (g * group))]
@@ -438,7 +456,7 @@ def _staged_config(
         ring_bytes = _ring_bytes(kind, per_thread, cluster, blocks, keeps_pace)
         stages = min(stages, max(STAGED_LEAST_STAGES, ring_bytes // (blocks * step_bytes)))
         part = _takes_part(name, (per_thread, group))
-        short = _has_short_rows(name, vector, per_thread, problem.columns - (cluster - 1) * slab)
+        short = not part and _has_short_rows(name, vector, per_thread, problem.columns - (cluster - 1) * slab)
         staged = _staged_definitions(per_thread, cluster, part, paced, short)
         return BackwardConfig(
             route="staged",
@@ -599,7 +617,7 @@ def _fills_lanes(columns: int, cluster: int, slab: int, held: tuple[int, int], x
     covered = STAGED_FILLING_COLUMNS * group
     if per_thread != 32 or group < STAGED_FILLING_LEAST_THREADS[ITEMSIZE[x]] or slab > covered:
         return False
-    return ITEMSIZE[x] == 2 or columns == covered * cluster
+    return columns == covered * cluster or (ITEMSIZE[x] == 2 and cluster == 1)
 
 
 def _is_too_long(norm: str, slab: int, per_thread: int, cluster: int) -> bool:
@@ -611,7 +629,7 @@ def _is_too_long(norm: str, slab: int, per_thread: int, cluster: int) -> bool:
 def _forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Device) -> Choice:
     """The same for the forward pass."""
     if not vector and device.has_large_shared_memory:
-        return (_usual_columns(x),)
+        return (STAGED_COLUMNS_PER_THREAD[vector][_compute_name(x)],)
     if ITEMSIZE[x] != 2 or not device.has_large_shared_memory:
         return _staged_choice(x, x, vector, cluster, device)
     # Compiled for 10.0, LayerNorm keeps float16 columns widened, and spills.
@@ -632,13 +650,38 @@ def _keeps_b_in_shared(norm: str, x: str, vector: bool, held: tuple[int, int], c
     return usual and few and device.has_large_shared_memory
 
 
-def _forward_threads_at_once(norm: str, x: str, vector: bool, per_thread: int, b_in_shared: bool) -> int:
-    """kThreadsAtOnce of forward_staged.cu: threads on a multiprocessor that leave each the registers that it needs."""
-    if not vector:
+def _threads_at_once(kind: Kind, per_thread: int) -> int:
+    """Threads on a multiprocessor, no more than kThreadsAtOnce of backward_staged.cu."""
+    _, x, _, sums_db, vector = kind
+    usual = columns_per_thread(x)
+    if per_thread <= usual:
+        return 2 * STAGED_MAX_THREADS
+    few = not vector and per_thread * 2 <= usual * 3 and (ITEMSIZE[x] < 4 or not sums_db)
+    return 384 if few else STAGED_MAX_THREADS
+
+
+def _forward_threads_at_once(
+    norm: str, x: str, vector: bool, held: tuple[int, int], b_in_shared: bool, device: Device
+) -> int:
+    """kThreadsAtOnce of forward_staged.cu: threads on a multiprocessor that leave each the registers that it needs.
+
+    `held` is what _short_row() or _staged_threads() chose. Single columns, 1 GB, an H100: LayerNorm N=6001 with 384 of
+    24 columns 311 us, so 243, 2601 290 and 266, though RMSNorm 24001 237 and 249; 2047 and 4095 with 256 of 32 280, so
+    244, but in blocks of eight warps 8191 279 and 291; RMSNorm 2047 233.3 and 236.2 (not there). Float32 of 16 columns
+    N=97 262 with 256, 294 with 512, LayerNorm 262 and 311.
+    """
+    per_thread, group = held
+    if vector:
+        bytes_of_column = (1 if b_in_shared else 2) * compute_itemsize(x) + 2 * ITEMSIZE[x]
+        registers = per_thread * bytes_of_column // 4 + (78 if norm == "layernorm" else 62)
+        return 512 if registers <= 128 else 384 if registers <= 170 else STAGED_MAX_THREADS
+    usual_of_more_bytes = ITEMSIZE[x] > 2 and per_thread == columns_per_thread(x)
+    if ITEMSIZE[x] == 8 or usual_of_more_bytes or group < FORWARD_FEW_LANES or device.compute_capability >= (10, 0):
         return STAGED_MAX_THREADS
-    bytes_of_column = (1 if b_in_shared else 2) * compute_itemsize(x) + 2 * ITEMSIZE[x]
-    registers = per_thread * bytes_of_column // 4 + (78 if norm == "layernorm" else 62)
-    return 512 if registers <= 128 else 384 if registers <= 170 else 256
+    more = norm == "layernorm" and ITEMSIZE[x] == 2 and not _takes_part(x, held)
+    if per_thread <= (24 if more else 20):
+        return 512
+    return 384 if per_thread <= (32 if more else 24) else STAGED_MAX_THREADS
 
 
 def _staged_threads(slab: int, choice: Choice) -> tuple[int, int] | None:
@@ -654,33 +697,33 @@ def _staged_threads(slab: int, choice: Choice) -> tuple[int, int] | None:
     return None
 
 
-def _short_row(x: str, columns: int, part_of_warp: dict[int, int]) -> tuple[int, int]:
+def _short_row(x: str, columns: int, parts: PartLanes) -> tuple[int, int]:
     """The same for a row of one warp or less: on all routes, for the bits of its sums depend on it."""
-    options = {columns_per_thread(x): WARP, **part_of_warp}
-    held = ((n, _lanes(columns, n)) for n in options if n * options[n] >= columns)
-    return min(held, key=lambda held: (held[0] * held[1], -held[0]))
+    options = {columns_per_thread(x): (1, WARP), **parts}
+    held = ((n, _lanes(columns, n)) for n, (_, most) in options.items() if n * most >= columns)
+    return min((h for h in held if h[1] >= options[h[0]][0]), key=lambda held: (held[0] * held[1], -held[0]))
 
 
-def _part_of_warp(x: str, choice: Choice, device: Device) -> dict[int, int]:
-    """Columns a thread, beside columns_per_thread(), of rows that take a part of a warp, and how many lanes at most."""
-    return _of_choice(STAGED_PART_OF_WARP_COLUMNS, choice, device) if ITEMSIZE[x] == 2 else {}
+def _part_of_warp(x: str, vector: bool, choice: Choice, device: Device) -> PartLanes:
+    """Columns a thread, beside columns_per_thread(), of rows that take a part of a warp."""
+    return _of_choice(STAGED_PART_OF_WARP_LANES[vector].get(ITEMSIZE[x], {}), choice, device)
 
 
-def _forward_part_of_warp(choice: Choice, device: Device) -> dict[int, int]:
+def _forward_part_of_warp(x: str, vector: bool, choice: Choice, device: Device) -> PartLanes:
     """The same for the forward pass."""
-    return _of_choice(FORWARD_PART_OF_WARP_COLUMNS, choice, device)
+    return _of_choice(FORWARD_PART_OF_WARP_LANES[vector].get(ITEMSIZE[x], {}), choice, device)
 
 
-def _of_choice(lanes: dict[int, int], choice: Choice, device: Device) -> dict[int, int]:
-    if not device.has_clusters or len(choice[0]) == 1:
-        return {}
-    return {per_thread: most for per_thread, most in lanes.items() if per_thread in choice[0]}
+def _of_choice(parts: PartLanes, choice: Choice, device: Device) -> PartLanes:
+    """Nothing where there is no choice."""
+    return parts if device.has_clusters and len(choice[0]) > 1 else {}
 
 
 def _takes_part(x: str, held: tuple[int, int]) -> bool:
-    """Whether a row takes a part of a warp with more columns a thread than kernels expect there."""
+    """Whether kernels would not expect so many columns a thread for so few lanes: PART_OF_WARP of columns.cuh."""
     per_thread, group = held
-    return group < WARP and per_thread != columns_per_thread(x)
+    usual = columns_per_thread(x)
+    return per_thread < usual or (group < WARP and per_thread > usual)
 
 
 def _has_whole_warps(x: str, held: tuple[int, int]) -> bool:
@@ -1010,7 +1053,7 @@ def forward_config(problem: NormProblem, aligned: bool, device: Device) -> Forwa
     per_thread = columns_per_thread(x)
     if problem.columns <= WARP * per_thread:
         choice = _forward_choice(problem.norm, x, vector > 1, 1, device)
-        held = _short_row(x, problem.columns, _forward_part_of_warp(choice, device))
+        held = _short_row(x, problem.columns, _forward_part_of_warp(x, vector > 1, choice, device))
         definitions = (*definitions, *_direct_forward_definitions(held[0], _takes_part(x, held)))
         return ForwardConfig("forward.cu", "forward_direct", definitions, SMALL_BLOCK, held[1])
     definitions = (*definitions, *_direct_forward_definitions(per_thread))
@@ -1044,12 +1087,13 @@ def _forward_staged(
         if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
             continue
         choice = _forward_choice(problem.norm, name, vector > 1, cluster, device)
-        held = _short_row(name, slab, _forward_part_of_warp(choice, device)) if small else _staged_threads(slab, choice)
+        parts = _forward_part_of_warp(name, vector > 1, choice, device)
+        held = _short_row(name, slab, parts) if small else _staged_threads(slab, choice)
         if held is None:
             continue
         per_thread, group = held
         b_in_shared = _keeps_b_in_shared(problem.norm, name, vector > 1, held, cluster, device)
-        at_once = _forward_threads_at_once(problem.norm, name, vector > 1, per_thread, b_in_shared)
+        at_once = _forward_threads_at_once(problem.norm, name, vector > 1, held, b_in_shared, device)
         block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
         groups = _groups(block_threads, group, problem.rows) if cluster == 1 and contiguous else 1
         threads = groups * group
@@ -1122,7 +1166,7 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             filling: Choice = ((STAGED_FILLING_COLUMNS,),) if _may_fill_lanes(kind, cluster, device) else ()
             return (*_staged_choice(kind[1], kind[2], kind[4], cluster, device), *filling)
 
-        parts = _part_of_warp(x, choices(1, device), device)
+        parts = _part_of_warp(x, vector, choices(1, device), device)
         for per_thread in parts:
             direct = (*definitions, *_direct_definitions(per_thread, SMALL_BLOCK, vector, True))
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
@@ -1134,7 +1178,7 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         routes = (*definitions, *_direct_forward_definitions(columns_per_thread(x)))
         yield Variant("forward.cu", ("forward_direct", "forward_swept"), routes)
         choices = functools.partial(_forward_choice, norm, x, vector)
-        parts = _forward_part_of_warp(choices(1, device), device)
+        parts = _forward_part_of_warp(x, vector, choices(1, device), device)
         for per_thread in parts:
             direct = (*definitions, *_direct_forward_definitions(per_thread, True))
             yield Variant("forward.cu", ("forward_direct",), direct)
@@ -1170,7 +1214,8 @@ def _staged_variants(
         groups = (1, WARP // 2) if part else (1, WARP) if per_thread <= columns_per_thread(x) else (WARP, 2 * WARP)
         paces = sorted({paced_of((per_thread, g), cluster, full) for g, full in product(groups, (False, True))})
         fills_warp = WARP * per_thread  # as the blocks of clusters all do
-        shorts = sorted({short_of(per_thread, n) for n in ((1, fills_warp) if cluster == 1 else (fills_warp,))})
+        least_columns = (1, fills_warp) if cluster == 1 and not part else (fills_warp,)
+        shorts = sorted({short_of(per_thread, n) for n in least_columns})
         for paced, short in product(paces, shorts):
             staged = (*definitions, *_staged_definitions(per_thread, cluster, part, paced, short))
             yield Variant(f"{kernel}.cu", (kernel,), staged)
