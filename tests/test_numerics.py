@@ -137,6 +137,26 @@ def test_rows_that_fill_the_lanes(norm: str, x: str, rows: int, columns: int) ->
     check_forward(case, tensors, forward(norm, tensors, eps=DEFAULT_EPS[norm]))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("x", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        *((40, 41), (70000, 41), (9, 65), (40000, 65), (40, 150), (20000, 150), (20, 257), (12000, 257), (8000, 383)),
+        *((20, 513), (9000, 601), (5000, 700), (5000, 850), (60, 1100), (2000, 1500), (1500, 2601), (9, 6001)),
+        *((600, 6001), (400, 9001), (300, 12289), (17, 24001), (170, 24001), (64, 65537)),
+    ],
+)
+def test_rows_off_16_bytes_that_fill_the_lanes(norm: str, x: str, rows: int, columns: int) -> None:
+    """12 to 40 columns a thread where test_config.py has them chosen for 16 bits, and what float32 has there."""
+    cupy = pytest.importorskip("cupy")
+    case = Case(norm, rows, columns, x, "float32", x, seed=rows)
+    tensors = make_case(cupy, case)
+    check_backward(case, tensors, backward(norm, tensors, has_bias=case.has_bias))
+    check_forward(case, tensors, forward(norm, tensors, eps=DEFAULT_EPS[norm]))
+
+
 def best_reference_forward(case: Case, tensors: Tensors, eps: float) -> Any:
     """Where x is float64 the reference rounds as the library does, and CuPy's sums run in long chains: there NumPy's,
     which are pairwise, are the better measure."""
