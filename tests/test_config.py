@@ -1051,6 +1051,22 @@ def test_blocks_beside_others_have_no_more_in_flight(columns):
     assert (long.threads, long.stages) == (32, short.stages)
 
 
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize(("columns", "blocks"), [(640, 8), (1024, 8), (2048, 4), (4096, 2), (8192, 1)])
+def test_many_blocks_count_their_steps_in_several_places(norm, columns, blocks):
+    """Rows with gaps, one of each block; of so many rows that pace is kept."""
+    problem = backward(columns, "bfloat16", "bfloat16", 1 << 22, norm)
+    problem = replace(problem, x_row_stride=columns + 8, dy_row_stride=columns + 8)
+    chosen = config.backward_config(problem, True, hopper())
+    assert hopper().shared_bytes // (chosen.shared_bytes + config.STATIC_SHARED_BYTES) == blocks
+    several = blocks > (2 if norm == "rmsnorm" else 1)
+    assert chosen.step_counters == (config.STEP_COUNTERS if several else 1)
+    together = replace(problem, x_row_stride=columns, dy_row_stride=columns)
+    usual = config.backward_config(together, True, hopper())
+    assert norm == "layernorm" or usual.step_counters == 1
+    assert usual.definitions == chosen.definitions  # no other kernel
+
+
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 @pytest.mark.parametrize("name", ["bfloat16", "float32"])
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])

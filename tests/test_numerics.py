@@ -29,7 +29,7 @@ from grid import (
     poisoned_backward_out,
     poisoned_forward_out,
 )
-from helpers import DEFAULT_EPS, DTYPES, NORMS, Tensors, backward, forward, statistics_dtype
+from helpers import DEFAULT_EPS, DTYPES, NORMS, Tensors, assert_same_bits, backward, forward, statistics_dtype
 from tolerances import check, db_bound, dw_bound, dx_bound, mean_bound, rstd_bound, y_bound
 
 from cupynorm.numpy_backend import reference_backward, reference_forward
@@ -155,6 +155,23 @@ def test_rows_off_16_bytes_that_fill_the_lanes(norm: str, x: str, rows: int, col
     tensors = make_case(cupy, case)
     check_backward(case, tensors, backward(norm, tensors, has_bias=case.has_bias))
     check_forward(case, tensors, forward(norm, tensors, eps=DEFAULT_EPS[norm]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("rows", "columns"), [(30000, 640), (20000, 1024), (9000, 2048), (5000, 4096)])
+def test_rows_with_gaps(norm: str, rows: int, columns: int) -> None:
+    """In long launches, whose blocks, up to eight on a multiprocessor, keep pace: with counters that are zero again for
+    the next."""
+    cupy = pytest.importorskip("cupy")
+    case = Case(norm, rows, columns, "bfloat16", "float32", "bfloat16")
+    tensors = make_case(cupy, case)
+    x, dy = (cupy.zeros((rows, columns + 8), array.dtype)[:, :columns] for array in (tensors.x, tensors.dy))
+    x[...], dy[...] = tensors.x, tensors.dy
+    apart = replace(tensors, x=x, dy=dy)
+    first, second = (backward(norm, apart, has_bias=case.has_bias) for _ in range(2))
+    check_backward(case, tensors, first)
+    assert_same_bits(second, first)
 
 
 def best_reference_forward(case: Case, tensors: Tensors, eps: float) -> Any:
