@@ -191,9 +191,11 @@ def test_first_calls_code_runs(benchmarks: ModuleType, tmp_path: Path, monkeypat
         first = benchmarks.CudaFirstCall()
         first.setup(op)
         folder = Path(first.folder.name)
+        assert list(folder.glob("bytecode/**/dispatch.*.pyc"))
         for timeraw, used in ((first.timeraw_compiled, 0), (first.timeraw_from_disk_cache, 1)):
             statement, setup = timeraw(op)
-            assert len(list(folder.glob("used"))) == used
+            assert len(list(folder.glob("used"))) == 1
+            assert len(list(folder.glob("*/used"))) == used
             code = f"import timeit; print(timeit.timeit({statement!r}, {setup!r}, number=1))"
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr

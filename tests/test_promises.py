@@ -96,8 +96,8 @@ def short_row_cases(backend: str) -> list[Case]:
 
 @pytest.mark.parametrize(("xp", "case"), on_both(short_row_cases), indirect=["xp"])
 def test_a_short_row_has_the_same_bits_with_gaps_between_rows(xp: Any, case: Case) -> None:
-    """dx and y; the gap leaves it as it is whether rows begin at multiples of 16 bytes. Where they do not, LayerNorm's y
-    is left out: another layout may have other bits, and there it has."""
+    """dx and y; the gap leaves it as it is whether rows begin at multiples of 16 bytes. Where they do not, LayerNorm's
+    y is left out: another layout may have other bits, and there it has."""
     tensors = make_case(xp, case)
     x, dy = (
         xp.zeros((case.rows, case.columns + 8), array.dtype)[:, : case.columns] for array in (tensors.x, tensors.dy)
