@@ -105,7 +105,7 @@ def test_a_short_row_has_the_same_bits_with_gaps_between_rows(xp: Any, case: Cas
     x[...], dy[...] = tensors.x, tensors.dy
     apart = replace(tensors, x=x, dy=dy)
     assert same_bits(backward(case.norm, apart, has_bias=True)[0], backward(case.norm, tensors, has_bias=True)[0])
-    if case.columns % 8 and case.norm == "layernorm":
+    if case.norm == "layernorm" and case.columns * tensors.x.itemsize % 16:
         return
     for one, other in zip(forward(case.norm, apart), forward(case.norm, tensors), strict=True):
         assert same_bits(one, other)
