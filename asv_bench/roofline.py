@@ -13,7 +13,7 @@ z = x + dy, scaled to the bytes that the work needs; data is three tensors of th
 
 The sets:
 
-    sizes     25 N, each with data of 25 MB, 100 MB and 1 GB (--sizes, --only, --dtype and --w-dtype change that)
+    sizes     25 N, each with data of 25 MB, 100 MB and 1 GB (--sizes, --only, --dtype, --w-dtype and --gap change that)
     dtypes    float16 with float32 w, and all float32: four N, the same data
     pytorch   the shapes that PyTorch's own norm benchmark names
     triton    the 30 rows of Triton's layer-norm tutorial: 4096 rows, all float16
@@ -83,10 +83,12 @@ def rows_for(megabytes: float, columns: int, itemsize: int) -> int:
     return max(1, round(megabytes * 1e6 / (3 * columns * itemsize)))
 
 
-def by_data(op: str, columns: Sequence[int], sizes: Sequence[float], dtype: Any, w_dtype: Any = None) -> Iterator[Row]:
+def by_data(
+    op: str, columns: Sequence[int], sizes: Sequence[float], dtype: Any, w_dtype: Any = None, gap: int = 0
+) -> Iterator[Row]:
     for size in sizes:
         for n in columns:
-            yield Row(bench.case(op, rows_for(size, n, bench.dtype_of(dtype).itemsize), n, dtype, w_dtype))
+            yield Row(bench.case(op, rows_for(size, n, bench.dtype_of(dtype).itemsize), n, dtype, w_dtype), gap)
 
 
 def large(sizes: Sequence[float]) -> list[float]:
@@ -110,7 +112,7 @@ def named(op: str, shapes: Sequence[tuple[int, int]], options: argparse.Namespac
 
 # name: which ops it is about, and its rows for one of them
 SETS: dict[str, tuple[str, Callable[[str, argparse.Namespace], Iterator[Row]]]] = {
-    "sizes": ("_backward", lambda op, o: by_data(op, o.only or COLUMNS, o.sizes, o.dtype, o.w_dtype)),
+    "sizes": ("_backward", lambda op, o: by_data(op, o.only or COLUMNS, o.sizes, o.dtype, o.w_dtype, o.gap)),
     "dtypes": (
         "_backward",
         lambda op, o: (
@@ -126,7 +128,7 @@ SETS: dict[str, tuple[str, Callable[[str, argparse.Namespace], Iterator[Row]]]] 
     "small": ("_backward", lambda op, o: named(op, SMALL, o)),
     "forward": (
         "_forward",
-        lambda op, o: by_data(op, o.only or COLUMNS, large(o.sizes), o.dtype, o.w_dtype),
+        lambda op, o: by_data(op, o.only or COLUMNS, large(o.sizes), o.dtype, o.w_dtype, o.gap),
     ),
 }
 
@@ -259,6 +261,8 @@ def add_row_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", type=listed(columns), metavar="N,…", help="only these N")
     parser.add_argument("--dtype", type=cli.dtype, default="bfloat16", help="where a set has no own; default: bfloat16")
     parser.add_argument("--w-dtype", type=cli.dtype, help="default: float32, float64 with float64")
+    words = "so many elements lie between rows of x and dy in the sets sizes and forward"
+    parser.add_argument("--gap", type=columns, default=0, metavar="ELEMENTS", help=words)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -174,6 +175,9 @@ def test_sets() -> None:
     assert not any(row.aligned for row in rooflines_rows("--set", "odd"))
     assert all(row.aligned for row in rooflines_rows("--set", "pytorch"))
     assert {row.case.columns for row in rooflines_rows("--set", "all", "--only", "4096")} == {4096}
+    apart = rooflines_rows("--set", "sizes,forward", "--gap", "64")
+    assert [replace(row, gap=0) for row in apart] == rooflines_rows("--set", "sizes,forward")
+    assert {row.layout for row in apart} == {"stride N+64, start 0"}
 
 
 @pytest.mark.parametrize("gap", [0, 3])
