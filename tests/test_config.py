@@ -55,6 +55,15 @@ def backward(columns: int, x: str, dy: str, rows: int = 4096, norm: str = "layer
     )
 
 
+def forward_of(problem: NormProblem) -> NormProblem:
+    return replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
+
+
+def blocks_at_once(chosen: config.BackwardConfig | config.ForwardConfig, device: config.Device) -> int:
+    """On one multiprocessor, by their shared memory."""
+    return device.shared_bytes // (chosen.shared_bytes + config.STATIC_SHARED_BYTES)
+
+
 def defined(chosen: config.BackwardConfig | config.ForwardConfig, name: str) -> int:
     (value,) = (text.removeprefix(f"{name}=") for text in chosen.definitions if text.startswith(f"{name}="))
     return int(value)
@@ -195,7 +204,7 @@ def test_short_rows_off_16_bytes_leave_few_lanes_without_a_column(name, columns,
         usual = 8 if name == "float64" else 16
         assert ("PART_OF_WARP=1" in chosen.definitions) == (per_thread != usual)
     mixed = config.backward_config(
-        backward(columns, name, "float64" if name != "float64" else "float32"), False, hopper()
+        backward(columns, name, "float64" if name != "float64" else "float32"), False, DEVICES["sm_90"]
     )
     assert defined(mixed, "COLUMNS_PER_THREAD") == usual
 
@@ -220,9 +229,9 @@ def test_short_rows_off_16_bytes_leave_few_lanes_without_a_column(name, columns,
 )
 def test_short_rows_off_16_bytes_in_the_forward_pass(name, columns, per_thread, lanes, threads_at_once):
     for norm in ("rmsnorm", "layernorm"):
-        chosen = config.forward_config(forward(columns, name, norm), False, hopper())
+        chosen = config.forward_config(forward_of(backward(columns, name, name, norm=norm)), False, DEVICES["sm_90"])
         assert (defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads) == (per_thread, lanes)
-        assert chosen.threads * forward_blocks(chosen) == threads_at_once
+        assert chosen.threads * blocks_at_once(chosen, DEVICES["sm_90"]) == threads_at_once
 
 
 @pytest.mark.parametrize(
@@ -247,44 +256,15 @@ def test_short_rows_off_16_bytes_in_the_forward_pass(name, columns, per_thread, 
 def test_rows_off_16_bytes_fill_the_lanes_of_their_warps(columns, per_thread, group, cluster):
     for norm in ("rmsnorm", "layernorm"):
         for chosen in (
-            config.backward_config(backward(columns, "bfloat16", "bfloat16", norm=norm), False, hopper()),
-            config.forward_config(forward(columns, "bfloat16", norm), False, hopper()),
+            config.backward_config(backward(columns, "bfloat16", "bfloat16", norm=norm), False, DEVICES["sm_90"]),
+            config.forward_config(
+                forward_of(backward(columns, "bfloat16", "bfloat16", norm=norm)), False, DEVICES["sm_90"]
+            ),
         ):
             found = defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads, chosen.cluster
             assert found == (per_thread, group, cluster), (norm, chosen)
     other = config.backward_config(backward(columns, "bfloat16", "bfloat16"), False, DEVICES["sm_120"])
     assert defined(other, "COLUMNS_PER_THREAD") == 16
-
-
-@pytest.mark.parametrize(
-    ("norm", "name", "columns", "blocks"),
-    [
-        ("layernorm", "bfloat16", 1500, 4),  # 24 columns a thread, 512 threads
-        ("layernorm", "bfloat16", 6001, 2),
-        ("rmsnorm", "bfloat16", 1500, 3),
-        ("layernorm", "float32", 1500, 3),
-        ("layernorm", "float16", 4095, 3),  # 32
-        ("rmsnorm", "bfloat16", 4095, 2),
-        ("layernorm", "float32", 4095, 2),
-        ("layernorm", "bfloat16", 1200, 2),  # 40
-    ],
-)
-def test_forward_blocks_off_16_bytes(norm, name, columns, blocks):
-    assert forward_blocks(config.forward_config(forward(columns, name, norm), False, hopper())) == blocks
-
-
-def hopper() -> config.Device:
-    return DEVICES["sm_90"]
-
-
-def forward(columns: int, name: str, norm: str) -> NormProblem:
-    problem = backward(columns, name, name, 1 << 20, norm)
-    return replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
-
-
-def forward_blocks(chosen: config.ForwardConfig) -> int:
-    """On one multiprocessor, by their shared memory."""
-    return hopper().shared_bytes // (chosen.shared_bytes + config.STATIC_SHARED_BYTES)
 
 
 def what_orders_a_rows_sums(chosen: config.BackwardConfig) -> tuple[object, ...]:
@@ -684,7 +664,7 @@ def test_b_in_shared_memory_and_the_ring_have_room(device, x, norm):
     lengths = (8, 128, 513, 768, 1024, 1280, 1536, 2048, 3072, 4096, 5120, 8192, 16384, 65536)
     for columns, aligned, rows in product(lengths, (True, False), (1, 4096)):
         problem = backward(columns, x, x, rows, norm=norm)
-        problem = replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
+        problem = forward_of(problem)
         chosen = config.forward_config(problem, aligned, device)
         if chosen.kernel != "forward_staged":
             continue
@@ -698,33 +678,41 @@ def test_b_in_shared_memory_and_the_ring_have_room(device, x, norm):
 
 
 @pytest.mark.parametrize(
-    ("norm", "columns", "per_thread", "threads", "blocks"),
+    ("norm", "name", "columns", "per_thread", "threads", "blocks"),
     [
-        ("layernorm", 768, 24, 128, 4),
-        ("layernorm", 1536, 24, 128, 4),
-        ("layernorm", 2048, 32, 128, 3),
-        ("layernorm", 4096, 32, 128, 3),
-        ("layernorm", 6144, 48, 128, 2),
-        ("layernorm", 8192, 64, 128, 2),
-        ("rmsnorm", 1536, 24, 128, 3),
-        ("rmsnorm", 6144, 48, 128, 2),
-        ("rmsnorm", 12288, 48, 256, 1),
+        ("layernorm", "bfloat16", 768, 24, 128, 4),
+        ("layernorm", "bfloat16", 1536, 24, 128, 4),
+        ("layernorm", "bfloat16", 2048, 32, 128, 3),
+        ("layernorm", "bfloat16", 4096, 32, 128, 3),
+        ("layernorm", "bfloat16", 6144, 48, 128, 2),
+        ("layernorm", "bfloat16", 8192, 64, 128, 2),
+        ("rmsnorm", "bfloat16", 1536, 24, 128, 3),
+        ("rmsnorm", "bfloat16", 6144, 48, 128, 2),
+        ("rmsnorm", "bfloat16", 12288, 48, 256, 1),
+        # off 16 bytes
+        ("layernorm", "bfloat16", 1201, 40, 128, 2),
+        ("layernorm", "bfloat16", 1501, 24, 128, 4),
+        ("layernorm", "float16", 4095, 32, 128, 3),
+        ("layernorm", "bfloat16", 6001, 24, 256, 2),
+        ("layernorm", "float32", 1501, 24, 128, 3),
+        ("layernorm", "float32", 4095, 32, 128, 2),
+        ("rmsnorm", "bfloat16", 1501, 24, 128, 3),
+        ("rmsnorm", "bfloat16", 4095, 32, 128, 2),
     ],
 )
-def test_forward_blocks_of_an_h200(norm, columns, per_thread, threads, blocks):
+def test_forward_blocks_of_an_h200(norm, name, columns, per_thread, threads, blocks):
     device = DEVICES["sm_90"]
-    problem = replace(backward(columns, "bfloat16", "bfloat16", norm=norm), direction="forward", dy_dtype=None)
-    chosen = config.forward_config(replace(problem, dy_row_stride=0), True, device)
-    at_once = device.shared_bytes // (chosen.shared_bytes + config.STATIC_SHARED_BYTES)
+    problem = forward_of(backward(columns, name, name, norm=norm))
+    chosen = config.forward_config(problem, columns % 8 == 0, device)
     assert (defined(chosen, "COLUMNS_PER_THREAD"), chosen.threads, chosen.cluster) == (per_thread, threads, 1)
-    assert at_once == blocks
+    assert blocks_at_once(chosen, device) == blocks
 
 
 def test_walks_and_drawn_steps_cover_all_rows():
     """Each row is in one walk or in a step that is drawn; in long launches, a part of what the walkers would take."""
     for columns in (128, 384, 768, 1024, 4096, 6144, 16384, 65536):
         problem = backward(columns, "bfloat16", "bfloat16", norm="rmsnorm")
-        problem = replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
+        problem = forward_of(problem)
         chosen = config.forward_config(problem, True, DEVICES["sm_90"])
         assert (chosen.drawn_part > 0) == (columns < 16384), columns
         layernorm = config.forward_config(replace(problem, norm="layernorm"), True, DEVICES["sm_90"])
@@ -750,7 +738,7 @@ def test_steps_are_left_to_be_drawn_where_the_kernel_draws(norm, name, device):
     """As kDraws of forward_staged.cu, kWholeWarps of columns.cuh; else their rows would stay unwritten."""
     for columns, aligned in product((1, 8, 96, 129, 256, 384, 512, 513, 1001, 2048, 4096, 12288, 65536), (True, False)):
         problem = backward(columns, name, name, norm=norm)
-        problem = replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
+        problem = forward_of(problem)
         chosen = config.forward_config(problem, aligned, device)
         definitions = dict(text.split("=") for text in chosen.definitions)
         per_thread = int(definitions["COLUMNS_PER_THREAD"])
@@ -842,7 +830,7 @@ def test_forward_has_more_in_flight_where_each_walker_has_few_steps(norm, column
     """And LayerNorm in any case where it gained: at least so many stages, more where these take less than a ring is to
     take."""
     hopper = DEVICES["sm_90"]
-    problem = replace(backward(columns, name, name, norm=norm), direction="forward", dy_dtype=None, dy_row_stride=0)
+    problem = forward_of(backward(columns, name, name, norm=norm))
     few, many = (config.forward_config(replace(problem, rows=rows), True, hopper) for rows in (1000, 1 << 22))
     for chosen, least in ((few, short), (many, long)):
         assert defined(chosen, "COLUMNS_PER_THREAD") == per_thread
@@ -873,7 +861,7 @@ def replace_stages(chosen: config.ForwardConfig) -> config.ForwardConfig:
 )
 def test_which_clusters_keep_pace_in_the_forward_pass_of_rmsnorm(columns, cluster, per_thread, paced):
     problem = backward(columns, "bfloat16", "bfloat16", norm="rmsnorm")
-    problem = replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
+    problem = forward_of(problem)
     chosen = config.forward_config(problem, True, DEVICES["sm_90"])
     assert (chosen.cluster, defined(chosen, "COLUMNS_PER_THREAD"), chosen.lead > 0) == (cluster, per_thread, paced)
     assert ("PACED=1" in chosen.definitions) == paced
@@ -896,7 +884,7 @@ def test_who_keeps_pace(name):
         wanted = chosen.route == "staged" and columns % 8 == 0 and columns >= config.columns_per_thread(name)
         wanted &= norm == "rmsnorm" or columns in PACED_LAYERNORM[name]
         assert (chosen.lead > 0) == wanted, (norm, columns)
-        forward = replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
+        forward = forward_of(problem)
         chosen = config.forward_config(forward, True, hopper)
         wanted = name in ("float16", "bfloat16") and columns in (32768, 65536)
         if norm == "rmsnorm" and name != "float64":
@@ -911,7 +899,7 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
     """In vectors, forward in clusters alone. LayerNorm's blocks that share a multiprocessor have several counters."""
     for columns, aligned in product(PACE_LENGTHS, (True, False)):
         problem = backward(columns, name, name, norm=norm)
-        forward = replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
+        forward = forward_of(problem)
         for chosen in (
             config.backward_config(problem, aligned, device),
             config.forward_config(forward, aligned, device),
@@ -1057,12 +1045,12 @@ def test_many_blocks_count_their_steps_in_several_places(norm, columns, blocks):
     """Rows with gaps, one of each block; of so many rows that pace is kept."""
     problem = backward(columns, "bfloat16", "bfloat16", 1 << 22, norm)
     problem = replace(problem, x_row_stride=columns + 8, dy_row_stride=columns + 8)
-    chosen = config.backward_config(problem, True, hopper())
-    assert hopper().shared_bytes // (chosen.shared_bytes + config.STATIC_SHARED_BYTES) == blocks
+    chosen = config.backward_config(problem, True, DEVICES["sm_90"])
+    assert blocks_at_once(chosen, DEVICES["sm_90"]) == blocks
     several = blocks > (2 if norm == "rmsnorm" else 1)
     assert chosen.step_counters == (config.STEP_COUNTERS if several else 1)
     together = replace(problem, x_row_stride=columns, dy_row_stride=columns)
-    usual = config.backward_config(together, True, hopper())
+    usual = config.backward_config(together, True, DEVICES["sm_90"])
     assert norm == "layernorm" or usual.step_counters == 1
     assert usual.definitions == chosen.definitions  # no other kernel
 

@@ -116,6 +116,12 @@ def test_column_blocks(norm: str, rows: int, columns: int) -> None:
     check_backward(case, tensors, (results[0], *sums))
 
 
+def check_both_passes(xp: Any, case: Case) -> None:
+    tensors = make_case(xp, case)
+    check_backward(case, tensors, backward(case.norm, tensors, has_bias=case.has_bias))
+    check_forward(case, tensors, forward(case.norm, tensors, eps=DEFAULT_EPS[case.norm]))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("x", ["bfloat16", "float16", "float32"])
@@ -130,11 +136,7 @@ def test_column_blocks(norm: str, rows: int, columns: int) -> None:
 def test_rows_that_fill_the_lanes(norm: str, x: str, rows: int, columns: int) -> None:
     """24, 28, 40 and 48 columns a thread where test_config.py has them chosen for 16 bits, and what float32 has there:
     in one block, in clusters of two to sixteen, with blocks that meet and beside column blocks, in both passes."""
-    cupy = pytest.importorskip("cupy")
-    case = Case(norm, rows, columns, x, "float32", x, seed=rows)
-    tensors = make_case(cupy, case)
-    check_backward(case, tensors, backward(norm, tensors, has_bias=case.has_bias))
-    check_forward(case, tensors, forward(norm, tensors, eps=DEFAULT_EPS[norm]))
+    check_both_passes(pytest.importorskip("cupy"), Case(norm, rows, columns, x, "float32", x, seed=rows))
 
 
 @pytest.mark.gpu
@@ -150,11 +152,7 @@ def test_rows_that_fill_the_lanes(norm: str, x: str, rows: int, columns: int) ->
 )
 def test_rows_off_16_bytes_that_fill_the_lanes(norm: str, x: str, rows: int, columns: int) -> None:
     """12 to 40 columns a thread where test_config.py has them chosen for 16 bits, and what float32 has there."""
-    cupy = pytest.importorskip("cupy")
-    case = Case(norm, rows, columns, x, "float32", x, seed=rows)
-    tensors = make_case(cupy, case)
-    check_backward(case, tensors, backward(norm, tensors, has_bias=case.has_bias))
-    check_forward(case, tensors, forward(norm, tensors, eps=DEFAULT_EPS[norm]))
+    check_both_passes(pytest.importorskip("cupy"), Case(norm, rows, columns, x, "float32", x, seed=rows))
 
 
 @pytest.mark.gpu
