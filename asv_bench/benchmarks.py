@@ -346,7 +346,7 @@ cupy.cuda.get_current_stream().synchronize()
 class CudaFirstCall:
     """The first call of a process, device ready: compiled anew, and found in CuPy's cache on disk.
 
-    Python's bytecode is there, as in an installed package: to compile cupynorm's modules would take some 20 ms.
+    Python's bytecode is there, as in an installed package: else the time of compiling cupynorm's modules is in it.
     """
 
     params = cases(BACKWARD)
