@@ -263,7 +263,7 @@ private:
 
     // A few runs at a time: enough to wait for memory together, not so many that registers run out.
     __device__ void add_runs(Level& level, const Compute* runs) const {
-        constexpr int kTogether = kRuns % 4 == 0 ? 4 : kRuns % 2 == 0 ? 2 : kRuns;
+        constexpr int kTogether = kRuns % 4 == 0 ? 4 : kRuns % 2 == 0 ? 2 : kRuns % 3 == 0 ? 3 : kRuns;
         static_assert(kRuns % kTogether == 0, "no run is left over");
 #pragma unroll
         for (int first = 0; first < kRuns; first += kTogether) {

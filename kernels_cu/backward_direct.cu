@@ -1,7 +1,7 @@
 // Backward pass for rows that fit in the registers of one block: memory → registers → memory.
 //
 // A group of `group_threads` threads (a power of two up to 32, or several warps, which then are the whole block) holds
-// one row, 16 columns a thread (8 in float64; in a part of a warp as many as the staged route); a block of several groups
+// one row, 16 columns a thread (8 in float64; in a warp or less also as many as the staged route); a block of several groups
 // holds several rows. Blocks walk rows with the grid's stride. In registers: this thread's x and dy between their two uses,
 // its w, its dw and db. In shared memory: the second level of dw and db, and the warps' sums of a row. To memory: x, dy and
 // dx once; one partial row of dw and db for each block. Orders of sums: a row over its lanes by a butterfly, then over its

@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
             }
             Sums<Compute> sums = sum.sums();
             group_sum.all<false>(sums, a.group_threads, buffer);
-            mean = sums.first * reciprocal_columns;
+            mean = mean_of(sums.first, reciprocal_columns);
         }
         ThreadSum squares;
 #pragma unroll

@@ -65,6 +65,10 @@ struct ThreadSum {
     }
 };
 
+// Of a sum, rounded here: contracted with what the mean is taken from, other bits would come out, on one route and not on another.
+__device__ inline float32 mean_of(float32 sum, float32 reciprocal_columns) { return __fmul_rn(sum, reciprocal_columns); }
+__device__ inline float64 mean_of(float64 sum, float64 reciprocal_columns) { return __dmul_rn(sum, reciprocal_columns); }
+
 // 1 / sqrt(mean_square + eps)
 struct RootOfMean {
     double eps;

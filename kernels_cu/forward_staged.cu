@@ -134,7 +134,7 @@ struct RowMoments {
 #pragma unroll
                 for (int v = 0; v < kVector; ++v) sum.of(k, v) += x[v];
             }
-            mean = in_warp(sum) * reciprocal_warp_columns;
+            mean = mean_of(in_warp(sum), reciprocal_warp_columns);
         }
         ThreadSum squares;
 #pragma unroll
@@ -163,7 +163,7 @@ struct RowMoments {
 #pragma unroll
                 for (int i = 0; i < kEach; ++i) sum.first += entry_columns[i] * entry(i).second;
                 sum_over_lanes<false, kLanes>(sum);
-                mean = sum.first * reciprocal_columns;
+                mean = mean_of(sum.first, reciprocal_columns);
                 sum.first = Compute(0);
             }
 #pragma unroll

@@ -2,16 +2,18 @@
 //
 // A row is split by columns over the CLUSTER blocks of a cluster, `slab_columns` each, COLUMNS_PER_THREAD a thread. Where
 // CLUSTER is 1, a block may hold several `groups` of `group_threads` threads (a power of two then), each with a row of its
-// own; the rows of a block lie one after the other in memory. A block keeps `stages` steps, of a row for each group, in
-// flight, by bulk copies into its ring. A step comes in several copies, one for each team of neighbouring warps: the last of
+// own; the rows of a block lie one after the other in memory, with ROW_GAPS at one distance, and come with what lies between
+// them. A block keeps `stages` steps, of a row for each group, in flight, by bulk copies into its ring. A step comes in several copies, one for each team of neighbouring warps: the last of
 // them that is done with it asks for more. Smaller teams wait less for each other, but lost where they made many small
 // copies, of which a multiprocessor perhaps takes only one in some 50 cycles.
 //
 // With VECTOR = 0 rows may start anywhere: the copy takes the 16-byte words that cover the rows, at most 15 bytes more
-// on either side, all in words that hold at least one byte of a row.
+// on either side, in words that hold at least one byte of a row.
 //
 // Compile-time switches, beside COLUMNS_PER_THREAD and VECTOR:
 //   CLUSTER  blocks of a cluster                  PACED  1: walkers keep pace in long launches (struct Pace)
+//   ROW_GAPS  1: there are gaps between a block's rows. A kernel for both would take longer with single columns, whose place
+//             in x and dy it finds twice: without gaps N=129 476 → 530 us, LayerNorm 257 392 → 434 (1 GB, an H100)
 //
 // Expects Compute, kVector and Columns.
 #pragma once
@@ -23,11 +25,15 @@
 #ifndef PACED
 #define PACED 0
 #endif
+#ifndef ROW_GAPS
+#define ROW_GAPS 0
+#endif
 
 constexpr int kMaxThreads = 256;  // what leaves a thread the registers that it needs
 constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kCluster = CLUSTER;  // known when compiled: at N=65536 RMSNorm took 118 us so, 135 us as an argument
 constexpr bool kClustered = kCluster > 1;
+static_assert(!ROW_GAPS || (!kWholeWarps && !kClustered), "longer rows with gaps are one of each block");
 constexpr int kMaxStages = 8;
 // Of a team: two warps where a thread has 32 or 64 columns; forward, where a row takes eight lanes or fewer, too: LayerNorm,
 // N=128, 1 GB, 182.6 → 171.5 us, where a team was a block before. Four in place of two lost 1% of RMSNorm at N=4096 and 7168,
@@ -72,8 +78,6 @@ struct BlockShare {
             team_columns = left < 0 ? 0 : minimum(left, threads * kColumnsPerThread);
         }
     }
-    // From a block's part of a place to its team's, in elements.
-    __device__ int team_offset() const { return team_group * columns + team_column; }
 };
 
 // What a team has to do with a place in the ring.
@@ -142,10 +146,10 @@ template <class T, bool kHints> struct RingPart {
                         bool read_once = false)
         : source(base + share.team_group * row_stride + share.first_column + share.team_column), row_stride(row_stride),
           policy(kHints ? cache_policy(read_once) : 0) {
-        const int bytes = share.groups * a.slab_columns * int(sizeof(T));
+        const int bytes = with_gaps(share, share.groups * a.slab_columns, share.groups) * int(sizeof(T));
         static_assert(kVector > 1 || kMaxTeams == 1, "there is room for the words that cover one team's rows");
         part_bytes = (bytes + (kVector > 1 ? 0 : 128) + 127) / 128 * 128;
-        offset = part_offset + share.team_offset() * int(sizeof(T));
+        offset = part_offset + (share.team_group * pitch(share) + share.team_column) * int(sizeof(T));
     }
     // Where in its place a step's first row begins: as far from a multiple of 128 bytes as in memory. RMSNorm, 100 MB, N=4096,
     // stride N + 3: 38.4 us with places at multiples of 128 bytes, 36.6 us so (and with rows that fill their warps told apart).
@@ -156,6 +160,12 @@ template <class T, bool kHints> struct RingPart {
     }
     __device__ unsigned long long address(int64 row) const {
         return reinterpret_cast<unsigned long long>(source + row * row_stride);
+    }
+    // In a place, from the row of one group to that of the next, in elements.
+    __device__ int pitch(const BlockShare& share) const { return ROW_GAPS ? int(row_stride) : share.columns; }
+    // So many elements of `rows` rows, and what lies between these.
+    __device__ int with_gaps(const BlockShare& share, int elements, int rows) const {
+        return ROW_GAPS ? elements + (rows - 1) * (pitch(share) - share.columns) : elements;
     }
     // Of the 16-byte words that cover the rows.
     __device__ int copy_bytes(int64 row, int elements) const {
@@ -172,7 +182,7 @@ template <class T, bool kHints> struct RingPart {
     }
     // Where the thread's group has its row in a place, as if that began at the block's first column.
     __device__ const T* in(const char* place, const BlockShare& share, int64 row) const {
-        const int elements = share.group * share.columns - share.team_offset();
+        const int elements = share.group * pitch(share) - (share.team_group * pitch(share) + share.team_column);
         return reinterpret_cast<const T*>(place + offset + lead(row)) + elements;
     }
 };
@@ -205,11 +215,11 @@ template <bool kSourcesAhead> struct Ring {
     __device__ Barrier done(int stage) const { return {state(stage) + PlaceState::kDone}; }
 
     template <class... Part> __device__ void fill(int stage, int64 row, const Part&... parts) const {
-        const int elements = rows_of(row) * share.team_columns;
+        const int team_rows = rows_of(row), elements = team_rows * share.team_columns;
         const Barrier barrier = full(stage);
         if (kMaxTeams > 1 && !kClustered && elements <= 0) return barrier.arrive();
-        barrier.arrive_expecting((parts.copy_bytes(row, elements) + ...));
-        (parts.copy(base_address + stage * stage_bytes, row, elements, barrier), ...);
+        barrier.arrive_expecting((parts.copy_bytes(row, parts.with_gaps(share, elements, team_rows)) + ...));
+        (parts.copy(base_address + stage * stage_bytes, row, parts.with_gaps(share, elements, team_rows), barrier), ...);
     }
     // By the first warp of each team: lane j makes the barriers of place j, and fills it with step j. The first steps, one or
     // two, are asked for first of all, the others when these are well on their way: of what all blocks ask for at once, no
@@ -250,7 +260,7 @@ template <bool kSourcesAhead> struct Ring {
             if constexpr (kSourcesAhead) {
                 store_sources(state(place.stage) + PlaceState::kNext, {next.first + step.first, next.second + step.second});
                 const bool last = j + stages + 1 == walk.end;
-                fill_from(place.stage, next, (last && !kClustered ? last_rows : share.team_rows) * share.team_columns, parts...);
+                fill_from(place.stage, next, last && !kClustered ? last_rows : share.team_rows, parts...);
             } else {
                 fill(place.stage, walk.row(j + stages), parts...);
             }
@@ -275,10 +285,12 @@ private:
         return {first.address(row), second.address(row)};
     }
     template <class First, class Second>
-    __device__ void fill_from(int stage, const Sources& from, int elements, const First& first, const Second& second) const {
+    __device__ void fill_from(int stage, const Sources& from, int team_rows, const First& first, const Second& second) const {
         const Barrier barrier = full(stage);
+        const int elements = team_rows * share.team_columns;
         if (kMaxTeams > 1 && !kClustered && elements <= 0) return barrier.arrive();
-        const int first_bytes = elements * First::kElementBytes, second_bytes = elements * Second::kElementBytes;
+        const int first_bytes = first.with_gaps(share, elements, team_rows) * First::kElementBytes;
+        const int second_bytes = second.with_gaps(share, elements, team_rows) * Second::kElementBytes;
         const SharedAddress place = base_address + stage * stage_bytes;
         barrier.arrive_expecting(first_bytes + second_bytes);
         first.copy_words(place + first.offset, from.first, first_bytes, barrier);

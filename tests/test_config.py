@@ -141,9 +141,10 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned, norm, rows):
         (7160, "bfloat16", 1, 28),  # some lanes have fewer
         (6152, "bfloat16", 1, 28),  # more than 24 cover
         (7176, "bfloat16", 1, 32),  # more than 28 cover
-        (14328, "bfloat16", 2, 32),  # in clusters where they are all there
+        (14328, "bfloat16", 2, 32),  # in pairs where they are all there
         (13312, "bfloat16", 2, 32),
-        (28656, "float16", 4, 32),
+        (28656, "float16", 4, 28),
+        (25600, "bfloat16", 4, 28),
         (1792, "float32", 1, 28),
         (3584, "float32", 1, 28),
         (7168, "float32", 1, 28),
@@ -648,7 +649,9 @@ def test_forward_configs_hold_their_rows(device, x, aligned):
             assert chosen.slab_columns <= chosen.group_threads * per_thread, at
             assert (chosen.cluster - 1) * chosen.slab_columns < columns <= chosen.cluster * chosen.slab_columns, at
             assert chosen.groups == 1 or chosen.cluster == 1, at
-            assert chosen.group_threads >= 32 or gap == 0, at
+            short = columns <= 32 * config.columns_per_thread(x)
+            assert ("ROW_GAPS=1" in chosen.definitions) == (gap > 0 and short), at
+            assert chosen.groups == 1 or gap == 0 or short, at
             assert 2 <= chosen.stages <= config.STAGED_MOST_STAGES, at
             assert chosen.shared_bytes + config.STATIC_SHARED_BYTES <= device.shared_bytes, at
         else:
@@ -1068,6 +1071,58 @@ def test_a_short_row_is_held_alike_with_gaps_between_rows(norm, name, device):
             assert one.group_threads == other.group_threads, (columns, choose)
             assert columns_per_thread(one) == columns_per_thread(other), (columns, choose)
             assert ("PART_OF_WARP=1" in one.definitions) == ("PART_OF_WARP=1" in other.definitions), (columns, choose)
+
+
+@pytest.mark.parametrize(
+    ("norm", "columns", "x_gap", "dy_gap", "route"),
+    [
+        ("rmsnorm", 512, 0, 0, "staged"),
+        ("rmsnorm", 512, 64, 64, "staged"),  # strides 1.125 times as long as rows
+        ("rmsnorm", 512, 128, 128, "direct"),
+        ("rmsnorm", 512, 128, 0, "staged"),  # on average
+        ("rmsnorm", 512, 256, 0, "direct"),
+        ("layernorm", 512, 256, 256, "staged"),
+        ("layernorm", 512, 264, 256, "direct"),
+        ("rmsnorm", 512, 1, 0, "staged"),  # off 16 bytes
+        ("rmsnorm", 300, 450, 450, "staged"),
+        ("layernorm", 300, 451, 450, "direct"),
+        ("rmsnorm", 512, -512, 0, "direct"),  # the same row again and again
+        ("rmsnorm", 512, -1024, 0, "direct"),  # from the last to the first
+        ("rmsnorm", 512, -504, 512, "direct"),  # rows that overlap
+    ],
+)
+def test_short_rows_with_small_gaps_share_copies(norm, columns, x_gap, dy_gap, route):
+    problem = backward(columns, "bfloat16", "bfloat16", 1 << 20, norm)
+    problem = replace(problem, x_row_stride=columns + x_gap, dy_row_stride=columns + dy_gap)
+    aligned = all(n % 8 == 0 for n in (columns, x_gap, dy_gap))
+    chosen = config.backward_config(problem, aligned, DEVICES["sm_90"])
+    assert chosen.route == route
+    assert ("ROW_GAPS=1" in chosen.definitions) == (route == "staged" and (x_gap, dy_gap) != (0, 0))
+    if route == "staged":
+        assert chosen.groups > 1
+        strides = problem.x_row_stride, problem.dy_row_stride
+        step = sum(config._part_bytes("bfloat16", aligned, (chosen.groups - 1) * each + columns) for each in strides)
+        outer = config._column_sums_bytes(problem, int(columns_per_thread(chosen).partition("=")[2])) * chosen.threads
+        assert chosen.stages * step + outer <= chosen.shared_bytes, "the gaps have room"
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 6, 8, 12, 16])
+def test_counts_of_blocks_leave_out_no_power_of_two(most):
+    """Three, then two: a third of the threads fewer, not two thirds."""
+    tried = config._counts_to_try(most)
+    assert tried[0] == max(1, most)
+    assert list(tried) == sorted(tried, reverse=True)
+    assert {1 << power for power in range(5) if 1 << power <= most} <= set(tried)
+
+
+@pytest.mark.parametrize(
+    ("columns", "blocks"), [(640, 3), (661, 2), (735, 2), (1290, 2), (1513, 2), (2561, 2), (3071, 2)]
+)
+def test_float32_off_16_bytes_has_as_many_blocks_as_have_room(columns, blocks):
+    chosen = config.backward_config(
+        backward(columns, "float32", "float32", 1 << 20, "rmsnorm"), False, DEVICES["sm_90"]
+    )
+    assert blocks_at_once(chosen, DEVICES["sm_90"]) == blocks
 
 
 def columns_per_thread(chosen):

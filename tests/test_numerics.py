@@ -157,19 +157,33 @@ def test_rows_off_16_bytes_that_fill_the_lanes(norm: str, x: str, rows: int, col
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize(("rows", "columns"), [(30000, 640), (20000, 1024), (9000, 2048), (5000, 4096)])
-def test_rows_with_gaps(norm: str, rows: int, columns: int) -> None:
-    """In long launches, whose blocks, up to eight on a multiprocessor, keep pace: with counters that are zero again for
-    the next."""
+@pytest.mark.parametrize("x", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "x_gap", "dy_gap"),
+    [
+        *((30000, 640, 8, 8), (20000, 1024, 8, 8), (9000, 2048, 8, 8), (5000, 4096, 8, 8)),  # up to eight blocks
+        *((60000, 512, 64, 64), (60001, 512, 128, 0), (90000, 384, 8, 24), (100001, 256, 0, 64), (200000, 64, 8, 8)),
+        *((60000, 512, 1, 1), (60001, 400, 0, 300), (90001, 300, 7, 1), (200000, 129, 1, 0), (300001, 24, 1, 1)),
+    ],
+)
+def test_rows_with_gaps(norm: str, rows: int, columns: int, x_gap: int, dy_gap: int, x: str) -> None:
+    """In long launches, whose blocks keep pace where rows are on 16 bytes: with counters that are zero again for the
+    next. A step of a block, several short rows, may have fewer at the end; what lies in the gaps is no number."""
     cupy = pytest.importorskip("cupy")
-    case = Case(norm, rows, columns, "bfloat16", "float32", "bfloat16")
+    case = Case(norm, rows, columns, x, "float32", x, has_bias=norm == "layernorm")
     tensors = make_case(cupy, case)
-    x, dy = (cupy.zeros((rows, columns + 8), array.dtype)[:, :columns] for array in (tensors.x, tensors.dy))
-    x[...], dy[...] = tensors.x, tensors.dy
-    apart = replace(tensors, x=x, dy=dy)
+
+    def spread(array: Any, gap: int) -> Any:
+        memory = cupy.full((rows, columns + gap), float("nan"), "float32").astype(array.dtype)
+        view = memory[:, :columns]
+        view[...] = array
+        return view
+
+    apart = replace(tensors, x=spread(tensors.x, x_gap), dy=spread(tensors.dy, dy_gap))
     first, second = (backward(norm, apart, has_bias=case.has_bias) for _ in range(2))
     check_backward(case, tensors, first)
     assert_same_bits(second, first)
+    check_forward(case, tensors, forward(norm, apart))
 
 
 def best_reference_forward(case: Case, tensors: Tensors, eps: float) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from on_cpu import COMPILER, KernelsOnCpu, as_cpp, values
 from test_numerics import check_backward, check_forward
 
 config = pytest.importorskip("cupynorm.cuda.config")
+module = pytest.importorskip("cupynorm.cuda.module")
 pytest.importorskip("cupy", reason="launches are those of CuPy's arrays")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -109,6 +112,14 @@ STAGED = ("backward_staged", "forward_staged")
         (9, 1280, ("float32", "bfloat16", "float32"), 0),
         (9, 1792, ("float32", "", "float32"), 0),
         (7, 640, ("float64", "", "float64"), 0),
+        (70, 512, ("bfloat16", "", "float32"), 64),
+        (90, 128, ("bfloat16", "", "bfloat16"), 8),
+        (50, 384, ("bfloat16", "", None), 16),
+        (60, 129, ("bfloat16", "", "float32"), 1),
+        (40, 300, ("bfloat16", "", "float32"), 20),
+        (80, 33, ("bfloat16", "", "float32"), 7),
+        (30, 512, ("float32", "bfloat16", "float32"), 4),
+        (30, 500, ("float32", "", "float32"), 1),
     ],
 )
 def test_few_rows(
@@ -130,25 +141,30 @@ def small_device(device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch) -> Kerne
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
-    ("rows", "columns", "name"),
+    ("rows", "columns", "name", "gap"),
     [
-        (2500, 128, "bfloat16"),
-        (1300, 256, "bfloat16"),
-        (900, 384, "bfloat16"),
-        (333, 1024, "bfloat16"),
-        (200, 1536, "bfloat16"),
-        (80, 4096, "bfloat16"),
-        (64, 7168, "bfloat16"),
-        (90, 1001, "bfloat16"),
-        (1500, 65, "bfloat16"),
-        (700, 257, "bfloat16"),
-        (500, 383, "bfloat16"),
-        (300, 513, "bfloat16"),
-        (200, 1792, "float32"),
+        (2500, 128, "bfloat16", 0),
+        (1300, 256, "bfloat16", 0),
+        (900, 384, "bfloat16", 0),
+        (333, 1024, "bfloat16", 0),
+        (200, 1536, "bfloat16", 0),
+        (80, 4096, "bfloat16", 0),
+        (64, 7168, "bfloat16", 0),
+        (90, 1001, "bfloat16", 0),
+        (1500, 65, "bfloat16", 0),
+        (700, 257, "bfloat16", 0),
+        (500, 383, "bfloat16", 0),
+        (300, 513, "bfloat16", 0),
+        (200, 1792, "float32", 0),
+        (2501, 128, "bfloat16", 16),
+        (901, 384, "bfloat16", 64),
+        (801, 512, "bfloat16", 8),
+        (1501, 65, "bfloat16", 3),
+        (701, 257, "bfloat16", 100),
     ],
 )
-def test_many_steps(small_device: KernelsOnCpu, norm: str, rows: int, columns: int, name: str) -> None:
-    check_both(small_device, case_of(norm, rows, columns, name), STAGED)
+def test_many_steps(small_device: KernelsOnCpu, norm: str, rows: int, columns: int, name: str, gap: int) -> None:
+    check_both(small_device, case_of(norm, rows, columns, name), STAGED, gap)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -220,6 +236,42 @@ def test_without_the_features_of_newer_devices(
     check_both(device, case_of(norm, rows, columns), kernels)
 
 
+def test_no_more_threads_at_once_than_kernels_have_registers_for(tmp_path: Path) -> None:
+    """kThreadsAtOnce of backward_staged.cu, by its own source, beside what config.py asks for."""
+    source = (module.source_directory() / "backward_staged.cu").read_text(encoding="utf-8")
+    start, end = "constexpr int kColumnBytes", "constexpr int kThreadsAtOnce"
+    constants = source[source.index(start) : source.index(";", source.index(end)) + 1]
+    cases = [
+        (capability, x, db, vector, per_thread)
+        for capability, x, db, vector in product((9, 10, 12), ("bfloat16", "float32", "float64"), *[(False, True)] * 2)
+        for per_thread in ((8, 16) if x == "float64" else (12, 16, 20, 24, 28, 32, 36, 40))
+    ]
+    lines = ["#include <cstdio>", "constexpr int kMaxThreads = 256;"]
+    for number, (capability, x, db, vector, per_thread) in enumerate(cases):
+        whole_warps = per_thread > config.columns_per_thread(x)
+        lines += [
+            f"namespace case_{number} {{",
+            "#undef __CUDA_ARCH__",
+            f"#define __CUDA_ARCH__ {100 * capability}",
+            f"constexpr int kColumnsPerThread = {per_thread}, kVector = {4 if vector else 1};",
+            f"constexpr bool kWantDb = {int(db)}, kWholeWarps = {int(whole_warps)};",
+            f"struct X {{ char bytes[{config.ITEMSIZE[x]}]; }};",
+            f"struct Compute {{ char bytes[{config.compute_itemsize(x)}]; }};",
+            constants,
+            "}",
+        ]
+    shown = (f'std::printf("%d\\n", case_{number}::kThreadsAtOnce);' for number in range(len(cases)))
+    lines += ["int main() {", *shown, "}"]
+    program = tmp_path / "program"
+    program.with_suffix(".cpp").write_text("\n".join(lines), encoding="utf-8")
+    subprocess.run([str(COMPILER), "-std=c++17", f"{program}.cpp", "-o", str(program)], check=True)
+    found = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.split()
+    for case, most in zip(cases, found, strict=True):
+        capability, x, db, vector, per_thread = case
+        device = config.Device((capability, 0), 132, 232448)
+        assert config._threads_at_once(("layernorm", x, x, db, vector), per_thread, device) <= int(most), case
+
+
 def test_what_is_written_in_place_of_ptx() -> None:
     text = (
         'asm volatile("bar.sync 1, %0;" ::"r"(f(threads) + 1) : "memory");\n'
@@ -237,8 +289,6 @@ def test_what_is_written_in_place_of_ptx() -> None:
 
 def test_a_kernel_that_waits_for_ever_or_leaves_its_memory_is_noticed(tmp_path: Path) -> None:
     """In a process of its own, which it ends."""
-    import subprocess
-
     for body, words in (
         ("if (threadIdx.x) __syncthreads();", "all threads wait for ever"),
         ("Barrier{shared_address(shared)}.init(1); bulk_copy(shared_address(shared) + a, &a, 16, {});", "off 16 bytes"),

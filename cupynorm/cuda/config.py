@@ -31,21 +31,23 @@ STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
 STAGED_RING_BYTES, STAGED_LARGE_RING_BYTES = 112 << 10, 128 << 10
 # Columns a thread where a row takes whole warps, by type of the arithmetic. Several, so that rows of any length fill
 # the lanes of 1, 2, 4 or 8 warps; in vectors, or single columns: for these, whose lanes without a column take as long
-# as the others, six in place of two. 1 GB, an H100: LayerNorm N=513 520 → 367 us, 601 447 → 356, 700 386 → 358, RMSNorm
-# 513 453 → 367, 601 390 → 355, 700 348 → 357, from 769 on −1 to +2%; on an H200 24 beside 32 and 40 made LayerNorm 6100
-# 298.0 → 262.3, 24001 354.9 → 306.6.
+# as the others, six in place of two. 1 GB, an H100: LayerNorm N=513 520 → 367 us, 601 447 → 356, 700 386 → 358,
+# RMSNorm 513 453 → 367, 601 390 → 355, 700 348 → 357, from 850 on −4 to +3% (with fewer warps than now); on an H200
+# 24 beside 32 and 40 made LayerNorm 6100 298.0 → 262.3, 24001 354.9 → 306.6.
 STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, tuple[int, ...]]] = {
     True: {"float32": (24, 32, 40), "float64": (16,)},
     False: {"float32": (20, 24, 28, 32, 36, 40), "float64": (16,)},
 }
-# Of short rows, beside columns_per_thread(), where these cover least beyond the row: how many columns a thread, and on
-# how many lanes at least and at most, in vectors or single columns, by bytes of x's type. In vectors, 1 GB, LayerNorm:
-# N=384 forward 223 → 185 us, backward 265 → 249, N=192 255 → 183, 273 → 254. With 32, forward, LayerNorm N=256 194 →
-# 177 us, but 512 177 → 185; backward, with the registers it needs, LayerNorm N=256 254 → 249, but at 100 MB 38 → 42,
-# and 128 258 → 272. Backward in float32 LayerNorm loses 5% with 24. Single columns, 1 GB, an H100, backward: RMSNorm 65
-# 656 → 573, 129 533 → 476, 257 498 → 389, 350 376 → 371, LayerNorm 681 → 592, 579 → 520, 560 → 392, 415 → 377; with
-# fewer lanes 12 lost at 25 MB (9 to 20 up to 28%), 20 and 24 lost or gained less (33 with 20 549 → 1063, 129 497); in
-# float32 24 lost 14 to 18%, and 12 gained nothing. Forward: FORWARD_FEW_LANES.
+STAGED_COLUMNS_OF_BLOCKS_ALONE = (20,)  # of clusters each block has more of a row than that
+# Of short rows, beside columns_per_thread(), where these cover least beyond the row: how many columns a thread, and
+# on how many lanes at least and at most, in vectors or single columns, by bytes of x's type. In vectors, 1 GB,
+# LayerNorm: N=384 forward 223 → 185 us, backward 265 → 249, N=192 255 → 183, 273 → 254. With 32, forward, LayerNorm
+# N=256 194 → 177 us, but 512 177 → 185; backward, with the registers it needs, LayerNorm N=256 254 → 249, but at 100
+# MB 38 → 42, and 128 258 → 272. Backward in float32 LayerNorm loses 5% with 24. Single columns, 1 GB, an H100,
+# backward: RMSNorm 65 656 → 573, 129 533 → 476, 257 498 → 389, 350 376 → 371, LayerNorm 681 → 592, 579 → 520, 560 →
+# 392, 415 → 377; with fewer lanes 12 lost at 25 MB (9 to 20 up to 28%; RMSNorm 33, which has it, loses 7%), though at
+# 1 GB it gained 2 to 17%; 20 and 24 lost or gained less (33 with 20 549 → 1063, 129 497); in float32 24 lost 6 to
+# 18%, and 12 gained nothing. Forward: FORWARD_FEW_LANES.
 PartLanes = dict[int, tuple[int, int]]
 STAGED_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
     True: {2: {24: (1, 16)}},
@@ -55,10 +57,28 @@ FORWARD_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
     True: {2: {24: (1, 16), 32: (1, 8)}, 4: {24: (1, 16), 32: (1, 8)}},
     False: {2: {12: (4, 16), 20: (16, 16), 24: (16, 16)}, 4: {12: (8, 32), 20: (16, 16)}},
 }
-# Forward, single columns of 16-bit types, twice as many threads on a multiprocessor where as many lanes or more hold a
-# row; with the columns above, 1 GB, an H100: RMSNorm 65 664 → 433 us, 129 662 → 398, 257 625 → 278, 450 367 → 255,
-# LayerNorm 764 → 513, 787 → 482, 711 → 357, 411 → 293; with fewer lanes 9 to 20 lost 10 to 20%.
+# Forward, single columns of 16-bit types, twice as many threads on a multiprocessor, with 24 columns a thread half as
+# many more, where as many lanes or more hold a row; with the columns above, 1 GB, an H100: RMSNorm 65 664 → 433 us,
+# 129 662 → 398, 257 625 → 278, 450 367 → 255, LayerNorm 764 → 513, 787 → 482, 711 → 357, 411 → 293; with fewer lanes
+# 9 to 20 lost 10 to 20% (5 gained, 925 → 632, LayerNorm 999 → 738).
 FORWARD_FEW_LANES = 4
+# Rows of a warp or less with gaps between them: several are copied at once, with the gaps, where strides are on
+# average at most so many times as long as rows, by whether they come in vectors; else they take the direct route. 300
+# MB, an H100, direct and so, in vectors: RMSNorm N=512 with gaps of 8 columns 121.4 → 112.8 us, of 64 119.7 → 119.0,
+# of 128 117.8 → 126.1 (not there), 384 with 64 131.9 → 121.2; LayerNorm 512 148.6 → 113.2, 148.0 → 119.0, 146.4 →
+# 125.7, with 256 146.0 → 139.9, 64 with 64 152.8 → 178.1 (not there); forward RMSNorm 512 with 64 83.0 → 76.5, 256
+# with 64 88.2 → 81.5, with 128 86.9 → 88.6 (not there), LayerNorm 85.7 → 80.5, 91.0 → 86.2, 89.6 → 93.5 (not there),
+# 384 with 64 81.4 → 83.8. Single columns: RMSNorm 512 with 1 218.4 → 116.6, with 513 221.9 → 175.2, 129 with 1 313.7
+# → 167.4, LayerNorm 228.2 → 119.0, 230.3 → 178.9, 343.0 → 183.4; forward RMSNorm 512 with 1 91.2 → 77.3, with 257
+# 92.7 → 88.7, with 513 92.3 → 103.3 (not there), 129 with 1 124.3 → 125.9, LayerNorm 107.4 → 85.1, 107.5 → 94.1,
+# 107.7 → 110.2, 148.1 → 149.2.
+MOST_COPIED_GAPS = {True: {"rmsnorm": 1.17, "layernorm": 1.5}, False: {"rmsnorm": 2.5, "layernorm": 2.5}}
+FORWARD_MOST_COPIED_GAPS = {True: {"rmsnorm": 1.3, "layernorm": 1.3}, False: {"rmsnorm": 1.75, "layernorm": 2.0}}
+# Of larger types, both passes. Float32: 512 with 8 121.1 → 111.4 us, LayerNorm 123.1 → 112.3, forward 79.2 → 73.5, 79.9
+# → 76.5, 256 with 64 118.7 → 125.4, 121.0 → 126.7, 79.2 → 81.0, 80.7 → 83.8 (not there); single columns, with 1, 512
+# 135.3 → 114.5, 138.1 → 115.9, 78.4 → 74.1, 80.8 → 79.9, 300 167.2 → 116.0, 183.3 → 116.6, 84.9 → 75.0, 87.0 → 78.8;
+# larger gaps of these and float64 were not timed.
+MOST_COPIED_GAPS_LARGE = {True: 1.17, False: 1.25}
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 # Of 16-bit types, where the largest cluster has no room for the row otherwise (1 GB, N=262144: RMSNorm 555 us in two
 # sweeps, 263 so). Level two of dw and db then lies in memory, and of w, beside both, three vectors a thread in shared
@@ -164,9 +184,10 @@ KEPT_COUNTER_BYTES = 64 << 10  # of these, for meetings of up to 8000 blocks
 STEP_COUNTERS = 4  # kStepCounters of counters.cuh
 STEP_COUNTERS_BYTES = STEP_COUNTERS * 128
 # Where more blocks share a multiprocessor, they count their steps in so many places, not in one (Pace of staged.cuh).
-# RMSNorm, rows with gaps, of which a block has one, 1 GB, an H100: eight blocks, N=640 789 → 434 us, 768 702 → 361,
-# 1024 568 → 359, four, 1536 410 → 345, 2048 362 → 344, but two 3072 338 → 345, 4096 339 → 344. Without pace 369, 364,
-# 363, 359, 356; 100 MB, 1024 58.9 us, so 50.2, without pace 48.9.
+# RMSNorm, rows with gaps of 512 columns, from 1536 on of 64, a row a block, 1 GB, an H100: eight blocks, N=640 789 →
+# 434 us, with gaps of 8 839 → 466 (since without pace: _lead()), 768 702 → 361, 1024 568 → 359, four, 1536 410 → 345,
+# 2048 362 → 344, but two 3072 338 → 345, 4096 339 → 344. Without pace 369, 364, 363, 359, 356; 100 MB, 1024 58.9 us,
+# so 50.2, without pace 48.9.
 MOST_BLOCKS_A_COUNTER = {"rmsnorm": 2, "layernorm": 1}
 # Where x, dy and dx together take at least the first and at most the second, x and dy are read so that they leave the
 # L2 cache first, but not beside column blocks. RMSNorm, 25 MB, N=1024 15.8 → 15.3 us; 50 MB, N=16384 24.2 → 23.2. With
@@ -366,8 +387,10 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
     """
     name, dy_name = problem.x_dtype.name, _name(problem.dy_dtype)
     width = vector_width(name, dy_name) if vector else 1
-    small = problem.columns <= WARP * columns_per_thread(name)
-    if small and not _rows_are_contiguous(problem):
+    small, strides = _is_short(problem), (problem.x_row_stride, problem.dy_row_stride)
+    several = _rows_follow(problem, vector, MOST_COPIED_GAPS, *strides)
+    gaps = small and _have_gaps(problem, *strides)
+    if small and not several:
         return None
     for cluster in CLUSTERS:
         slab = _slab(problem.columns, cluster, width)
@@ -381,14 +404,28 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         kind = (problem.norm, name, dy_name, _sums_db(problem), vector)
         if _may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, slab, held, name):
             held = STAGED_FILLING_COLUMNS, held[1]
-        split = _Split(kind, *held, cluster, slab, _keeps_pace(kind, held, cluster, full=slab == held[0] * held[1]))
+        paced = _keeps_pace(kind, held, cluster, full=slab == held[0] * held[1])
+        split = _Split(kind, *held, cluster, slab, several and cluster == 1, gaps, paced)
         if config := _staged_blocks(problem, split, definitions, device):
             return config
     return None
 
 
-def _rows_are_contiguous(problem: NormProblem) -> bool:
-    return problem.x_row_stride == problem.dy_row_stride == problem.columns
+def _rows_follow(problem: NormProblem, vector: bool, gaps: dict[bool, dict[str, float]], *strides: int) -> bool:
+    """Whether a block may have several rows: they follow one another, or take a warp or less and the gaps are small."""
+    if not _is_short(problem):
+        return not _have_gaps(problem, *strides)
+    most = gaps[vector][problem.norm] if problem.x_dtype.itemsize == 2 else MOST_COPIED_GAPS_LARGE[vector]
+    return min(strides) >= problem.columns and sum(strides) <= most * len(strides) * problem.columns
+
+
+def _is_short(problem: NormProblem) -> bool:
+    """Whether a warp or less holds a row."""
+    return problem.columns <= WARP * columns_per_thread(problem.x_dtype.name)
+
+
+def _have_gaps(problem: NormProblem, *strides: int) -> bool:
+    return any(stride != problem.columns for stride in strides)
 
 
 Kind = tuple[str, str, str, bool, bool]  # norm, types of x and dy, whether db is summed, whether in vectors
@@ -402,6 +439,8 @@ class _Split(NamedTuple):
     group: int
     cluster: int
     slab: int
+    several: bool  # rows in a block
+    gaps: bool  # between these
     paced: bool  # in long launches
 
 
@@ -431,23 +470,23 @@ def _staged_config(
     problem: NormProblem, split: _Split, definitions: tuple[str, ...], device: Device, largest: bool = False
 ) -> BackwardConfig | None:
     """Of what has room, the largest block that pays, or the `largest`, and then as many as there may be; else None."""
-    kind, per_thread, group, cluster, slab, paced = split
+    kind, per_thread, group, cluster, slab, several, gaps, paced = split
     _, name, dy_name, _, vector = kind
 
     def most_threads(keeps_pace: bool) -> int:
         return STAGED_MAX_THREADS if largest else _block_threads(kind, per_thread, keeps_pace)
 
     least_steps = LONG_LEAST_STEPS if _is_paced_part(kind, per_thread, group) else PACE_LEAST_STEPS[problem.norm]
-    one_group = cluster > 1 or not _rows_are_contiguous(problem)
-    most_groups = 1 if one_group else _groups(most_threads(paced), group, problem.rows)
-    at_once = _threads_at_once(kind, per_thread)
+    most_groups = _groups(most_threads(paced), group, problem.rows) if several else 1
+    at_once = _threads_at_once(kind, per_thread, device)
     at_least = functools.partial(_takes_at_least, problem.rows)
     limited = vector and name == dy_name and at_least(LONG_LEAST_STEPS, most_groups, device.multiprocessors)
-    pairs = [(g, b) for g in _halvings(most_groups) for b in _halvings(at_once // (g * group))]
+    pairs = [(g, b) for g in _counts_to_try(most_groups) for b in _counts_to_try(at_once // (g * group))]
     for groups, blocks in pairs:
         threads = groups * group
         outer_bytes = _column_sums_bytes(problem, per_thread) * threads
-        step_bytes = sum(_part_bytes(part, vector, groups * slab) for part in (name, dy_name))
+        parts = (name, problem.x_row_stride), (dy_name, problem.dy_row_stride)
+        step_bytes = sum(_part_bytes(part, vector, (groups - 1) * stride + slab) for part, stride in parts)
         long = at_least(least_steps, groups, _usual_clusters(cluster, device) * blocks)
         keeps_pace = paced and long and (problem.want_dw or problem.want_db)  # where they meet
         too_large = limited and blocks * STAGED_LEAST_STAGES * step_bytes > STAGED_MOST_RING_BYTES
@@ -462,7 +501,7 @@ def _staged_config(
         stages = min(stages, max(STAGED_LEAST_STAGES, ring_bytes // (blocks * step_bytes)))
         part = _takes_part(name, (per_thread, group))
         short = not part and _has_short_rows(name, vector, per_thread, problem.columns - (cluster - 1) * slab)
-        staged = _staged_definitions(per_thread, cluster, part, paced, short)
+        staged = _staged_definitions(per_thread, cluster, part, paced, short, gaps)
         return BackwardConfig(
             route="staged",
             definitions=(*definitions, *staged),
@@ -474,7 +513,7 @@ def _staged_config(
             stages=stages,
             # At least so much that no more blocks fit.
             shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // (blocks + 1)),
-            lead=_lead(split, stages, blocks * step_bytes) if paced else 0,
+            lead=_lead(split, stages, blocks, step_bytes) if paced else 0,
             paced_steps=least_steps,
             step_counters=STEP_COUNTERS if blocks > MOST_BLOCKS_A_COUNTER[problem.norm] else 1,
         )
@@ -567,9 +606,17 @@ def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pa
     return STAGED_LARGE_RING_BYTES if keeps_pace and large else STAGED_RING_BYTES
 
 
-def _lead(split: _Split, stages: int, bytes_of_steps: int) -> int:
-    """In quarters of a step, given a step's bytes in all blocks of a multiprocessor."""
-    (norm, x, *_), per_thread, group, cluster, *_ = split
+def _lead(split: _Split, stages: int, blocks: int, step_bytes: int) -> int:
+    """In quarters of a step, given the blocks of a multiprocessor and the bytes of a step.
+
+    RMSNorm's rows with gaps keep no pace where they are of a warp that 24 columns a thread do not fill, eight blocks on
+    a multiprocessor. An H100, 1 GB, N=640 432 → 373 us, 704 392 → 370, 576 377 → 375, 100 MB 53.0 → 50.8, 52.4 → 50.7,
+    54.0 → 51.6; but 832 359 → 369, 1152 353 → 364, 1408 351 → 361, 1920 344 → 356.
+    """
+    (norm, x, *_), per_thread, group, cluster, slab, *_ = split
+    crowded = norm == "rmsnorm" and blocks > MOST_BLOCKS_A_COUNTER[norm] and per_thread == 24 and group == WARP
+    if crowded and slab < per_thread * group:
+        return 0
     if per_thread == STAGED_FILLING_COLUMNS:
         return LEAD_FILLING if ITEMSIZE[x] == 2 else LEAD_FILLING_FLOAT32[group]
     if ITEMSIZE[x] == 2:
@@ -586,7 +633,7 @@ def _lead(split: _Split, stages: int, bytes_of_steps: int) -> int:
         most = MOST_LEAD_OF_STAGES.get(stages, more)
     else:
         most = MOST_LEAD if ITEMSIZE[x] == 2 or cluster > 1 else MOST_LEAD_ALONE_FLOAT32_LAYERNORM
-    return min(most, round(4 * LEAD_BYTES / bytes_of_steps))
+    return min(most, round(4 * LEAD_BYTES / (blocks * step_bytes)))
 
 
 def _slab(columns: int, cluster: int, width: int) -> int:
@@ -604,7 +651,7 @@ def _staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) 
         return ((columns_per_thread(x),),)
     largest = 8 if not vector else 16 if ITEMSIZE[x] == 2 else 4
     usual = x != dy or cluster > largest or not device.has_large_shared_memory
-    choice = _usual_columns(x) if usual else STAGED_COLUMNS_PER_THREAD[vector][_compute_name(x)]
+    choice = _usual_columns(x) if usual else _several_columns(x, vector, cluster)
     many = vector and x == dy and ITEMSIZE[x] == 2 and cluster == 16
     return (choice, (STAGED_MANY_COLUMNS_PER_THREAD,)) if many else (choice,)
 
@@ -622,7 +669,7 @@ def _fills_lanes(columns: int, cluster: int, slab: int, held: tuple[int, int], x
     covered = STAGED_FILLING_COLUMNS * group
     if per_thread != 32 or group < STAGED_FILLING_LEAST_THREADS[ITEMSIZE[x]] or slab > covered:
         return False
-    return columns == covered * cluster or (ITEMSIZE[x] == 2 and cluster == 1)
+    return columns == covered * cluster or (ITEMSIZE[x] == 2 and cluster != 2)
 
 
 def _is_too_long(norm: str, slab: int, per_thread: int, cluster: int) -> bool:
@@ -634,7 +681,7 @@ def _is_too_long(norm: str, slab: int, per_thread: int, cluster: int) -> bool:
 def _forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Device) -> Choice:
     """The same for the forward pass."""
     if not vector and device.has_large_shared_memory:
-        return (STAGED_COLUMNS_PER_THREAD[vector][_compute_name(x)],)
+        return (_several_columns(x, vector, cluster),)
     if ITEMSIZE[x] != 2 or not device.has_large_shared_memory:
         return _staged_choice(x, x, vector, cluster, device)
     # Compiled for 10.0, LayerNorm keeps float16 columns widened, and spills.
@@ -642,6 +689,11 @@ def _forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Devic
     many: Choice = () if spills else ((STAGED_MANY_COLUMNS_PER_THREAD,),)
     choice = FORWARD_COLUMNS_PER_THREAD[norm][: -1 if spills else None]
     return (choice, *(many if cluster >= 8 and norm == "rmsnorm" else ()))
+
+
+def _several_columns(x: str, vector: bool, cluster: int) -> tuple[int, ...]:
+    several = STAGED_COLUMNS_PER_THREAD[vector][_compute_name(x)]
+    return tuple(n for n in several if cluster == 1 or n not in STAGED_COLUMNS_OF_BLOCKS_ALONE)
 
 
 def _usual_columns(x: str) -> tuple[int, ...]:
@@ -655,14 +707,15 @@ def _keeps_b_in_shared(norm: str, x: str, vector: bool, held: tuple[int, int], c
     return usual and few and device.has_large_shared_memory
 
 
-def _threads_at_once(kind: Kind, per_thread: int) -> int:
+def _threads_at_once(kind: Kind, per_thread: int, device: Device) -> int:
     """Threads on a multiprocessor, no more than kThreadsAtOnce of backward_staged.cu."""
     _, x, _, sums_db, vector = kind
-    usual = columns_per_thread(x)
-    if per_thread <= usual:
-        return 2 * STAGED_MAX_THREADS
-    few = not vector and per_thread * 2 <= usual * 3 and (ITEMSIZE[x] < 4 or not sums_db)
-    return 384 if few else STAGED_MAX_THREADS
+    usual, few_registers = columns_per_thread(x), ITEMSIZE[x] < 4 or not sums_db
+    if vector:
+        return 512 if per_thread <= usual and device.compute_capability < (12, 0) else STAGED_MAX_THREADS
+    if per_thread < usual or (per_thread == usual and device.compute_capability < (10, 0)):
+        return 512
+    return 384 if 2 * per_thread <= 3 * usual and few_registers else STAGED_MAX_THREADS
 
 
 def _forward_threads_at_once(
@@ -766,9 +819,10 @@ def _groups(block_threads: int, group: int, rows: int) -> int:
     return min(max(1, block_threads // group), wanted)
 
 
-def _halvings(most: int) -> tuple[int, ...]:
-    """Of blocks on a multiprocessor, or of groups in a block: as many as there should be, half of that, … one."""
-    return tuple(max(1, most) >> halvings for halvings in range(max(1, most).bit_length()))
+def _counts_to_try(most: int) -> tuple[int, ...]:
+    """Of blocks on a multiprocessor, or of groups in a block: as many as there should be, then powers of two, … one."""
+    most = max(1, most)
+    return most, *(1 << power for power in reversed(range((most - 1).bit_length())))
 
 
 def _staged_static_bytes(x_name: str, cluster: int) -> int:
@@ -1083,9 +1137,10 @@ def _forward_staged(
 ) -> ForwardConfig | None:
     """As for the backward pass. A place in the ring is free again as soon as its row is in registers."""
     name = problem.x_dtype.name
-    contiguous = problem.x_row_stride == problem.columns
-    small = problem.columns <= WARP * columns_per_thread(name)
-    if small and not contiguous:
+    stride, small = problem.x_row_stride, _is_short(problem)
+    several = _rows_follow(problem, vector > 1, FORWARD_MOST_COPIED_GAPS, stride)
+    gaps = small and _have_gaps(problem, stride)
+    if small and not several:
         return None
     for cluster in CLUSTERS:
         slab = _slab(problem.columns, cluster, vector)
@@ -1100,13 +1155,13 @@ def _forward_staged(
         b_in_shared = _keeps_b_in_shared(problem.norm, name, vector > 1, held, cluster, device)
         at_once = _forward_threads_at_once(problem.norm, name, vector > 1, held, b_in_shared, device)
         block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
-        groups = _groups(block_threads, group, problem.rows) if cluster == 1 and contiguous else 1
+        groups = _groups(block_threads, group, problem.rows) if cluster == 1 and several else 1
         threads = groups * group
-        step_bytes = _part_bytes(name, vector > 1, groups * slab)
+        step_bytes = _part_bytes(name, vector > 1, (groups - 1) * stride + slab)
         b_bytes = threads * per_thread * compute_itemsize(name) if b_in_shared else 0
         static_bytes = _staged_static_bytes(name, cluster) + b_bytes
         w_bytes = _divide_up(slab * compute_itemsize(name), 16) * 16  # copied behind the ring, where there is room
-        for blocks in _halvings(at_once // threads):
+        for blocks in _counts_to_try(at_once // threads):
             room = device.shared_bytes // blocks - static_bytes
             stages = min(room // step_bytes, STAGED_MOST_STAGES)
             if stages >= FORWARD_STAGED_LEAST_STAGES:
@@ -1116,7 +1171,7 @@ def _forward_staged(
                 stages = min(stages, max(_forward_least_stages(problem.norm, name, held, cluster, short), wanted))
                 shared_bytes = b_bytes + min(step_bytes * stages + w_bytes, room)
                 paced = _forward_keeps_pace(problem.norm, held, cluster, vector > 1, full=slab == per_thread * group)
-                staged = _staged_definitions(per_thread, cluster, _takes_part(name, held), paced)
+                staged = _staged_definitions(per_thread, cluster, _takes_part(name, held), paced, gaps=gaps)
                 return ForwardConfig(
                     "forward_staged.cu",
                     "forward_staged",
@@ -1206,8 +1261,8 @@ def _staged_variants(
     paced_of: Callable[[tuple[int, int], int, bool], bool],
     short_of: Callable[[int, int], bool],
 ) -> Iterator[Variant]:
-    """One for every pair of columns a thread and blocks a cluster, two where pace is kept by some rows only, or some
-    rows are short."""
+    """One for every pair of columns a thread and blocks a cluster, two where only some rows keep pace, are short, or
+    have gaps between them."""
     if not device.has_clusters:
         return
     clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
@@ -1215,19 +1270,23 @@ def _staged_variants(
     parts = {(n, 1, True) for n in part_of_warp}
     wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
     for per_thread, cluster, part in sorted(wholes | parts):
-        # less than WARP: a part of a warp
-        groups = (1, WARP // 2) if part else (1, WARP) if per_thread <= columns_per_thread(x) else (WARP, 2 * WARP)
+        warp_or_less = part or per_thread <= columns_per_thread(x)
+        groups = (1, WARP // 2, WARP) if part else (1, WARP) if warp_or_less else (WARP, 2 * WARP)
         paces = sorted({paced_of((per_thread, g), cluster, full) for g, full in product(groups, (False, True))})
         fills_warp = WARP * per_thread  # as the blocks of clusters all do
         least_columns = (1, fills_warp) if cluster == 1 and not part else (fills_warp,)
         shorts = sorted({short_of(per_thread, n) for n in least_columns})
-        for paced, short in product(paces, shorts):
-            staged = (*definitions, *_staged_definitions(per_thread, cluster, part, paced, short))
+        gaps = (False, True) if warp_or_less and cluster == 1 else (False,)
+        for paced, short, gap in product(paces, shorts, gaps):
+            staged = (*definitions, *_staged_definitions(per_thread, cluster, part, paced, short, gap))
             yield Variant(f"{kernel}.cu", (kernel,), staged)
 
 
-def _staged_definitions(per_thread: int, cluster: int, part: bool, paced: bool, short: bool = False) -> tuple[str, ...]:
-    others = (*(("PACED=1",) if paced else ()), *(("SHORT_ROWS=1",) if short else ()))
+def _staged_definitions(
+    per_thread: int, cluster: int, part: bool, paced: bool, short: bool = False, gaps: bool = False
+) -> tuple[str, ...]:
+    switches = {"PACED=1": paced, "SHORT_ROWS=1": short, "ROW_GAPS=1": gaps}
+    others = (definition for definition, on in switches.items() if on)
     return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}", *_part_definitions(part), *others
 
 

@@ -24,7 +24,7 @@ def source_directory() -> Path:
 def source_digest() -> str:
     """A hash over all CUDA sources."""
     digest = hashlib.sha256()
-    for path in sorted(source_directory().glob("*.cu*")):
+    for path in sorted(path for path in source_directory().iterdir() if path.suffix in (".cu", ".cuh")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
