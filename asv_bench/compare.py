@@ -3,7 +3,7 @@
     python asv_bench/compare.py TREE TREE … [--set NAME,…] [--ops OP …] [--only N,…] [--rounds N] [--csv FILE]
 
 A TREE is a commit, or `.` for this checkout as it lies there; behind a colon, it may set launch choices, constants of
-cupynorm/cuda/config.py, to Python literals:
+cupynorm/cuda/config, to Python literals:
 
     python asv_bench/compare.py HEAD~1 . ".:STAGED_RING_BYTES=131072,LEAD_BYTES=98304" --only 4096
 
@@ -140,14 +140,18 @@ def one_turn(script: str, folder: Path, turn: int, arguments: Sequence[str]) -> 
 
 
 def set_constants(settings: dict[str, Any]) -> None:
-    """Of the launch choices of this process's cupynorm."""
+    """Of the launch choices of this process's cupynorm: a package, whose modules have names from each other (in older
+    trees one module)."""
     from cupynorm import cli
     from cupynorm.cuda import config
 
+    modules = [module for name, module in sys.modules.items() if name.startswith(config.__name__)]
     for name, value in settings.items():
-        if not hasattr(config, name):
-            raise cli.UsageError(f"cupynorm/cuda/config.py has no {name}")
-        setattr(config, name, value)
+        having = [module for module in modules if hasattr(module, name)]
+        if not having:
+            raise cli.UsageError(f"cupynorm/cuda/config has no {name}")
+        for module in having:
+            setattr(module, name, value)
 
 
 def seconds_of(rows: Sequence[Row], settings: dict[str, Any], xp: Any) -> list[float]:

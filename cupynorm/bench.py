@@ -346,7 +346,7 @@ def _host_triads(pool: ThreadPoolExecutor, x: Any, dy: Any, z: Any) -> Iterator[
 
 def cuda_triad(cupy: Any, x: Any, dy: Any, z: Any) -> Callable[[], None]:
     """One launch of the triad's kernel, to be called."""
-    from .cuda.config import triad_definitions
+    from .cuda.config.common import triad_definitions
     from .cuda.module import kernel
 
     # Best of 128 to 1024 threads, 1 to 8 vectors a thread and three cache hints on an H200, by tensor size: the

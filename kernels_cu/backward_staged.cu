@@ -78,7 +78,7 @@ private:
     }
 };
 
-// Threads on a multiprocessor that leave each the registers that it needs: _threads_at_once() of config.py asks for no more.
+// Threads on a multiprocessor that leave each the registers that it needs: config/backward.py asks for no more.
 constexpr int kColumnBytes = kColumnsPerThread * int(sizeof(Compute));
 constexpr bool kFewRegisters = sizeof(X) < 4 || !kWantDb;
 constexpr int kVectorsAtOnce = kColumnsPerThread == 24 && kFewRegisters           ? 384

@@ -6,4 +6,4 @@
 struct alignas(128) StepCounter {
     unsigned steps[4];
 };
-constexpr int kStepCounters = 4;  // STEP_COUNTERS of config.py
+constexpr int kStepCounters = 4;  // STEP_COUNTERS of config/common.py

@@ -45,11 +45,11 @@ struct RowStatistics {
 // multiprocessor, not twelve and eight. LayerNorm, N=4096 at 1 GB 173.4 → 167.8 us, 2048 173.5 → 168.7, 3072 at 100 MB 25.7 → 24.3. Not
 // with more columns (40: 5120 at 100 MB 25.1 → 26.8), nor in clusters (32768 at 1 GB, of 32 columns then, 168.5 → 199.7),
 // nor in parts of a warp (N=128 at 1 GB 171.5 → 177.4), nor where there is little shared memory: _keeps_b_in_shared() of
-// config.py.
+// config/forward.py.
 constexpr bool kBInShared = kLayerNorm && sizeof(X) == 2 && kVector > 1 && kWholeWarps && !kClustered &&
                             kColumnsPerThread <= 32 && __CUDA_ARCH__ < 1200;
 
-// Threads on a multiprocessor that leave each the registers that it needs, as _forward_threads_at_once() of config.py has it:
+// Threads on a multiprocessor that leave each the registers that it needs, as config/forward.py has it:
 // in vectors for w, perhaps b, x of two rows, and some; of single columns by what was timed, and what does not spill.
 constexpr int kBytesOfColumn = (kBInShared ? 1 : 2) * int(sizeof(Compute)) + 2 * int(sizeof(X));
 constexpr int kRegisters = kColumnsPerThread * kBytesOfColumn / 4 + (kLayerNorm ? 78 : 62);
@@ -192,7 +192,7 @@ private:
 // Numbers are drawn so early that the ring is never empty for want of one. Not by clusters: where their blocks met before each
 // of these steps, they took 5 to 19% more; where numbers came by remote stores, 1 to 3% less at 1 GB, but up to 5% more at
 // 100 MB. Nor by short rows of LayerNorm, whose steps more instructions make longer.
-constexpr bool kDraws = !kClustered && (kWholeWarps || !kLayerNorm);  // _drawn_part() of config.py
+constexpr bool kDraws = !kClustered && (kWholeWarps || !kLayerNorm);  // _drawn_part() of config/forward.py
 
 struct ForwardWalk : RowWalk {
     static constexpr int kNumbers = 16;  // one for each place in the ring, the steps at work and the one before them

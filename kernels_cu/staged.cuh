@@ -312,7 +312,7 @@ private:
 // One place is the best average. But of LayerNorm's blocks that share a multiprocessor, 264 in all, it takes too many counts:
 // N=768 249 to 257 us, 243 in four places, each for a range of the blocks. Where in memory places lie matters, for a cause
 // that was not found: RMSNorm's N=512 read 241 to 248 us by four of them, at 22 addresses, and 242 to 246 by one. Of a
-// thousand blocks, as rows with gaps have, it takes too many of RMSNorm's, too: MOST_BLOCKS_A_COUNTER of config.py.
+// thousand blocks, as rows with gaps have, it takes too many of RMSNorm's, too: MOST_BLOCKS_A_COUNTER of config/backward.py.
 struct Pace {
     static constexpr int kMostTries = 16;  // each waits for the L2 cache
     // By every step LayerNorm took, 1 GB, N=256 247.3 us, not 248.6, 512 244.6, not 245.5; its forward pass, 32768, 168, not 179.

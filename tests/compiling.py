@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from gpu_record import ROOT, source_digest
 
 from cupynorm.cuda import module
-from cupynorm.cuda.config import Variant, variants
+from cupynorm.cuda.config.variants import Variant, variants
 
 RECORD = Path(__file__).with_name("compile_record.json")
 HOW_TO = "make a new one with `python tests/compiling.py`"

@@ -28,7 +28,7 @@ from compiling import (
 from gpu_record import ROOT, source_digest
 
 from cupynorm.cuda import module
-from cupynorm.cuda.config import Variant, variants
+from cupynorm.cuda.config.variants import Variant, variants
 
 pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
 

@@ -61,7 +61,7 @@ def forward_of(problem: NormProblem) -> NormProblem:
 
 def blocks_at_once(chosen: config.BackwardConfig | config.ForwardConfig, device: config.Device) -> int:
     """On one multiprocessor, by their shared memory."""
-    return device.shared_bytes // (chosen.shared_bytes + config.STATIC_SHARED_BYTES)
+    return device.shared_bytes // (chosen.shared_bytes + config.backward.STATIC_SHARED_BYTES)
 
 
 def defined(chosen: config.BackwardConfig | config.ForwardConfig, name: str) -> int:
@@ -79,8 +79,8 @@ def team_threads(vector: bool, column_bytes: int) -> int:
 def at_once_on_h200(chosen):
     """Blocks of at most 256 threads on each multiprocessor, or clusters of such a block on each: as the driver says."""
     if chosen.cluster == 1:
-        return 132 * max(1, config.STAGED_MAX_THREADS // chosen.threads)
-    return config._CLUSTERS_OF_132[chosen.cluster]
+        return 132 * max(1, config.common.STAGED_MAX_THREADS // chosen.threads)
+    return config.walkers._CLUSTERS_OF_132[chosen.cluster]
 
 
 @pytest.fixture(params=DEVICES, scope="module")
@@ -90,7 +90,7 @@ def device(request):
 
 @functools.cache
 def compiled_for(device):
-    return {(v.file, v.definitions) for v in config.variants(device.compute_capability)}
+    return {(v.file, v.definitions) for v in config.variants.variants(device.compute_capability)}
 
 
 @pytest.mark.parametrize(("norm", "rows"), [("layernorm", 4096), ("rmsnorm", 4096), ("rmsnorm", 1 << 20)])
@@ -109,21 +109,21 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned, norm, rows):
         assert chosen.threads % chosen.group_threads == 0, at
         assert chosen.threads % 32 == 0, at
         assert chosen.group_threads % 32 == 0 or 32 % chosen.group_threads == 0, at
-        assert chosen.shared_bytes + config.STATIC_SHARED_BYTES <= device.shared_bytes, at
+        assert chosen.shared_bytes + config.backward.STATIC_SHARED_BYTES <= device.shared_bytes, at
         assert (f"backward_{chosen.route}.cu", chosen.definitions) in compiled, at
         assert chosen.shared_bytes >= 32 * chosen.threads, f"the final reduction has no room: {at}"
         if chosen.route == "staged":
             assert device.has_clusters, at
-            assert config.STAGED_LEAST_STAGES <= chosen.stages <= config.STAGED_MOST_STAGES, at
-            assert chosen.threads <= config.STAGED_MAX_THREADS, at
+            assert config.backward.STAGED_LEAST_STAGES <= chosen.stages <= config.common.STAGED_MOST_STAGES, at
+            assert chosen.threads <= config.common.STAGED_MAX_THREADS, at
             assert chosen.groups == 1 or chosen.cluster == 1, at
-            team = team_threads(vector, per_thread * config.compute_itemsize(x))
+            team = team_threads(vector, per_thread * config.common.compute_itemsize(x))
             whole_teams = chosen.threads < team or chosen.threads % team == 0
             assert chosen.groups == 1 or chosen.group_threads >= team or whole_teams, at
         if chosen.route == "direct":
             assert chosen.threads <= defined(chosen, "MAX_THREADS"), at
         if vector:
-            width = config.vector_width(x, dy)
+            width = config.common.vector_width(x, dy)
             assert aligned, at
             assert columns % width == 0, at
             assert chosen.slab_columns % width == 0, at
@@ -313,17 +313,17 @@ def test_partials_stay_within_the_workspace(device, x):
     for columns in COLUMNS:
         problem = backward(columns, x, x, rows=1 << 24)
         chosen = config.backward_config(problem, True, device)
-        walkers = config.partial_rows(chosen, problem, 2048 // chosen.cluster, device)
+        walkers = config.walkers.partial_rows(chosen, problem, 2048 // chosen.cluster, device)
         assert walkers >= 1
         if walkers > 1:
-            assert walkers * columns * 2 * config.compute_itemsize(x) <= config.WORKSPACE_BYTES
+            assert walkers * columns * 2 * config.common.compute_itemsize(x) <= config.walkers.WORKSPACE_BYTES
 
 
 def test_no_more_walkers_than_rows(device):
     for rows in (1, 2, 7, 131, 132, 133):
         problem = backward(4096, "bfloat16", "bfloat16", rows=rows)
         chosen = config.backward_config(problem, True, device)
-        walkers = config.partial_rows(chosen, problem, 1000, device)
+        walkers = config.walkers.partial_rows(chosen, problem, 1000, device)
         assert (walkers - 1) * chosen.groups < rows
 
 
@@ -332,7 +332,7 @@ def test_walkers_left_out_make_nobody_take_a_step_more():
     for steps, walkers in product(
         (1, 7, 131, 132, 133, 265, 407, 1357, 2035, 47 * 132, 48 * 132), (1, 7, 15, 66, 132, 264)
     ):
-        even, each = config._evenly(steps, walkers), -(-steps // walkers)
+        even, each = config.walkers._evenly(steps, walkers), -(-steps // walkers)
         assert 3 / 4 * walkers <= even <= walkers, (steps, walkers)
         assert -(-steps // even) == each, (steps, walkers)
         if each >= 48:
@@ -383,7 +383,7 @@ def test_no_warp_reads_single_columns_that_are_not_there(device, x, dy):
         chosen = config.backward_config(backward(columns, x, dy, norm=norm), False, device)
         per_thread = next(int(d.split("=")[1]) for d in chosen.definitions if d.startswith("COLUMNS_PER_THREAD="))
         part = "PART_OF_WARP=1" in chosen.definitions
-        if chosen.route == "staged" and per_thread > config.columns_per_thread(x) and not part:
+        if chosen.route == "staged" and per_thread > config.common.columns_per_thread(x) and not part:
             last = columns - (chosen.cluster - 1) * chosen.slab_columns
             reads_beyond = min(last, chosen.slab_columns) < 32 * per_thread
             assert ("SHORT_ROWS=1" in chosen.definitions) == reads_beyond, (columns, norm)
@@ -405,7 +405,7 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
             at_once = max(1, together * device.multiprocessors // chosen.cluster - 1)
             grid = config.grid(chosen, problem, at_once, device)
             if not grid.column_blocks:
-                assert grid == (config.partial_rows(chosen, problem, at_once, device), 0, 0)
+                assert grid == (config.walkers.partial_rows(chosen, problem, at_once, device), 0, 0)
                 continue
             found += 1
             assert chosen.route == "staged"
@@ -415,21 +415,25 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
                 assert grid.walkers + grid.column_blocks // chosen.cluster <= at_once
             else:
                 assert grid.walkers == 0
-            width = config.vector_width(x, dy) if "VECTOR=1" in chosen.definitions else 1
+            width = config.common.vector_width(x, dy) if "VECTOR=1" in chosen.definitions else 1
             column_threads, left = divmod(chosen.threads, grid.row_threads)
             assert left == column_threads & (column_threads - 1) == 0  # ColumnSlices of column_blocks.cuh
             slices = -(-columns // (column_threads * width))
             assert slices > grid.column_blocks - chosen.cluster, "a cluster of blocks without a column"
-            sectors = column_threads * width * min(DTYPES[x].itemsize, DTYPES[dy].itemsize) // config.SECTOR_BYTES
+            sectors = (
+                column_threads * width * min(DTYPES[x].itemsize, DTYPES[dy].itemsize) // config.walkers.SECTOR_BYTES
+            )
             with_db = norm == "layernorm" or x != dy
-            limits = config.COLUMN_BLOCK_ROWS[with_db] if want_dx else config.COLUMN_BLOCK_ROWS_ALONE
+            limits = config.walkers.COLUMN_BLOCK_ROWS[with_db] if want_dx else config.walkers.COLUMN_BLOCK_ROWS_ALONE
             counts = 1 if DTYPES[x].itemsize == 2 else 4 / 3
             if x != dy:
                 counts = {"float64": 3, "float32": 2}[x]
             thread_rows = -(-slices // grid.column_blocks) * -(-rows // grid.row_threads)
             assert thread_rows * counts <= limits[min(sectors, 3) - 1]
-            numbers = column_threads * width * (2 if norm == "layernorm" else 1) + 16 // config.compute_itemsize(x)
-            assert grid.row_threads * numbers * config.compute_itemsize(x) <= chosen.shared_bytes
+            numbers = column_threads * width * (2 if norm == "layernorm" else 1) + 16 // config.common.compute_itemsize(
+                x
+            )
+            assert grid.row_threads * numbers * config.common.compute_itemsize(x) <= chosen.shared_bytes
     assert bool(found) == device.has_clusters
 
 
@@ -579,9 +583,9 @@ def test_the_final_reduction_is_shared_out():
         assert row_threads & (row_threads - 1) == 0
         assert 1 <= row_threads <= used // 2
         outputs = 2 if norm == "layernorm" else 1
-        slices = outputs * -(-columns // (used // row_threads * config.REDUCTION_RUN))
+        slices = outputs * -(-columns // (used // row_threads * config.walkers.REDUCTION_RUN))
         loads = -(-slices // blocks) * -(-rows // row_threads)
-        least = outputs * columns * rows / config.REDUCTION_RUN / (blocks * used)
+        least = outputs * columns * rows / config.walkers.REDUCTION_RUN / (blocks * used)
         assert loads <= 3 * least + 12, (threads, blocks, rows, columns, row_threads)
 
 
@@ -631,7 +635,7 @@ def test_the_readmes_lengths_are_read_once(norm, names, x, dy, aligned, columns)
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("x", DTYPES)
 def test_forward_configs_hold_their_rows(device, x, aligned):
-    compiled = {(v.file, v.definitions) for v in config.variants(device.compute_capability)}
+    compiled = {(v.file, v.definitions) for v in config.variants.variants(device.compute_capability)}
     for columns, gap in product(COLUMNS, (0, 8)):
         problem = replace(
             backward(columns, x, x), direction="forward", dy_dtype=None, dy_row_stride=0, x_row_stride=columns + gap
@@ -645,17 +649,17 @@ def test_forward_configs_hold_their_rows(device, x, aligned):
         assert chosen.threads % 32 == 0, at
         if chosen.kernel == "forward_staged":
             assert device.has_clusters, at
-            assert chosen.threads <= config.STAGED_MAX_THREADS, at
+            assert chosen.threads <= config.common.STAGED_MAX_THREADS, at
             assert chosen.slab_columns <= chosen.group_threads * per_thread, at
             assert (chosen.cluster - 1) * chosen.slab_columns < columns <= chosen.cluster * chosen.slab_columns, at
             assert chosen.groups == 1 or chosen.cluster == 1, at
-            short = columns <= 32 * config.columns_per_thread(x)
+            short = columns <= 32 * config.common.columns_per_thread(x)
             assert ("ROW_GAPS=1" in chosen.definitions) == (gap > 0 and short), at
             assert chosen.groups == 1 or gap == 0 or short, at
-            assert 2 <= chosen.stages <= config.STAGED_MOST_STAGES, at
-            assert chosen.shared_bytes + config.STATIC_SHARED_BYTES <= device.shared_bytes, at
+            assert 2 <= chosen.stages <= config.common.STAGED_MOST_STAGES, at
+            assert chosen.shared_bytes + config.backward.STATIC_SHARED_BYTES <= device.shared_bytes, at
         else:
-            assert chosen.threads <= config.forward_max_threads(vector), at
+            assert chosen.threads <= config.forward.forward_max_threads(vector), at
             if chosen.kernel == "forward_direct":
                 assert columns <= chosen.group_threads * per_thread, at
 
@@ -769,9 +773,12 @@ def test_long_launches_have_less_in_flight():
             short.definitions,
         )
         if limited:
-            step = 2 * config._part_bytes(name, True, long.groups * columns)
+            step = 2 * config.common.part_bytes(name, True, long.groups * columns)
             blocks = device.shared_bytes // (long.shared_bytes + 1024)
-            assert blocks * config.STAGED_LEAST_STAGES * step <= config.STAGED_MOST_RING_BYTES, (columns, name)
+            assert blocks * config.backward.STAGED_LEAST_STAGES * step <= config.backward.STAGED_MOST_RING_BYTES, (
+                columns,
+                name,
+            )
 
 
 PACE_LENGTHS = (
@@ -837,9 +844,9 @@ def test_forward_has_more_in_flight_where_each_walker_has_few_steps(norm, column
     few, many = (config.forward_config(replace(problem, rows=rows), True, hopper) for rows in (1000, 1 << 22))
     for chosen, least in ((few, short), (many, long)):
         assert defined(chosen, "COLUMNS_PER_THREAD") == per_thread
-        step = config._part_bytes(name, True, chosen.groups * chosen.slab_columns)
+        step = config.common.part_bytes(name, True, chosen.groups * chosen.slab_columns)
         blocks = hopper.shared_bytes // (chosen.shared_bytes + 1024)
-        assert chosen.stages == max(least, config.FORWARD_STAGED_RING_BYTES // (blocks * step))
+        assert chosen.stages == max(least, config.forward.FORWARD_STAGED_RING_BYTES // (blocks * step))
     assert replace_stages(few) == replace_stages(many)
 
 
@@ -884,7 +891,7 @@ def test_who_keeps_pace(name):
     for norm, columns in product(("rmsnorm", "layernorm"), PACE_LENGTHS):
         problem = backward(columns, name, name, norm=norm)
         chosen = config.backward_config(problem, True, hopper)
-        wanted = chosen.route == "staged" and columns % 8 == 0 and columns >= config.columns_per_thread(name)
+        wanted = chosen.route == "staged" and columns % 8 == 0 and columns >= config.common.columns_per_thread(name)
         wanted &= norm == "rmsnorm" or columns in PACED_LAYERNORM[name]
         assert (chosen.lead > 0) == wanted, (norm, columns)
         forward = forward_of(problem)
@@ -913,14 +920,14 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
                 continue
             assert {"PACED=1", "VECTOR=1"} <= set(chosen.definitions), (columns, aligned)
             part = norm == "layernorm" and {"COLUMNS_PER_THREAD=24", "PART_OF_WARP=1"} <= set(chosen.definitions)
-            least = 48 if part or isinstance(chosen, config.ForwardConfig) else config.PACE_LEAST_STEPS[norm]
+            least = 48 if part or isinstance(chosen, config.ForwardConfig) else config.backward.PACE_LEAST_STEPS[norm]
             assert config.pace(chosen, least * chosen.groups, 1)[0] == chosen.lead
             assert config.pace(chosen, (least - 1) * chosen.groups, 1)[0] == 0
             if isinstance(chosen, config.ForwardConfig):
                 assert (chosen.cluster > 1, chosen.step_counters, chosen.drawn_part) == (True, 1, 0)
             else:
                 several = norm == "layernorm" and 2 * (chosen.shared_bytes + 1024) <= device.shared_bytes
-                assert chosen.step_counters == (config.STEP_COUNTERS if several else 1), (columns, aligned)
+                assert chosen.step_counters == (config.common.STEP_COUNTERS if several else 1), (columns, aligned)
                 assert "PACED=1" in config.backward_config(replace(problem, rows=1), aligned, device).definitions
         mixed = config.backward_config(backward(columns, name, "float64", norm=norm), aligned, device)
         assert mixed.lead == 0 or name == "float64", (columns, aligned)
@@ -980,7 +987,7 @@ def test_more_is_in_flight_where_pace_is_kept(norm, columns, name, long, short):
     hopper = DEVICES["sm_90"]
     chosen = config.backward_config(backward(columns, name, name, 1 << 20, norm), True, hopper)
     walkers, groups = at_once_on_h200(chosen), chosen.groups
-    least = config.PACE_LEAST_STEPS[norm]
+    least = config.backward.PACE_LEAST_STEPS[norm]
     for steps, stages in ((least, long), (least - 1, short)):
         problem = backward(columns, name, name, steps * walkers * groups, norm)
         chosen = config.backward_config(problem, True, hopper)
@@ -995,8 +1002,8 @@ def test_more_is_in_flight_where_pace_is_kept(norm, columns, name, long, short):
 def test_rows_of_24_columns_a_thread_have_larger_blocks_where_pace_is_kept(columns, row_threads, norm):
     """One of eight warps on a multiprocessor, where there are two of four else, of the same kernel. LayerNorm's short
     rows keep pace in longer launches."""
-    part = norm == "layernorm" and row_threads < config.WARP
-    steps = config.LONG_LEAST_STEPS if part else config.PACE_LEAST_STEPS[norm]
+    part = norm == "layernorm" and row_threads < config.common.WARP
+    steps = config.common.LONG_LEAST_STEPS if part else config.backward.PACE_LEAST_STEPS[norm]
     long = steps * 132 * 256 // row_threads
     for rows, name, want_db in (
         (long, "bfloat16", True),
@@ -1017,7 +1024,7 @@ def test_rows_of_24_columns_a_thread_have_larger_blocks_where_pace_is_kept(colum
         large = rows == long and want_db
         assert (chosen.threads, chosen.group_threads) == (256 if large else 128, row_threads), (rows, name)
         assert chosen.stages == (5 if large else 4)
-        assert chosen.step_counters == (1 if norm == "rmsnorm" or large else config.STEP_COUNTERS)
+        assert chosen.step_counters == (1 if norm == "rmsnorm" or large else config.common.STEP_COUNTERS)
         assert "PACED=1" in chosen.definitions
 
 
@@ -1051,7 +1058,7 @@ def test_many_blocks_count_their_steps_in_several_places(norm, columns, blocks):
     chosen = config.backward_config(problem, True, DEVICES["sm_90"])
     assert blocks_at_once(chosen, DEVICES["sm_90"]) == blocks
     several = blocks > (2 if norm == "rmsnorm" else 1)
-    assert chosen.step_counters == (config.STEP_COUNTERS if several else 1)
+    assert chosen.step_counters == (config.common.STEP_COUNTERS if several else 1)
     together = replace(problem, x_row_stride=columns, dy_row_stride=columns)
     usual = config.backward_config(together, True, DEVICES["sm_90"])
     assert norm == "layernorm" or usual.step_counters == 1
@@ -1101,15 +1108,20 @@ def test_short_rows_with_small_gaps_share_copies(norm, columns, x_gap, dy_gap, r
     if route == "staged":
         assert chosen.groups > 1
         strides = problem.x_row_stride, problem.dy_row_stride
-        step = sum(config._part_bytes("bfloat16", aligned, (chosen.groups - 1) * each + columns) for each in strides)
-        outer = config._column_sums_bytes(problem, int(columns_per_thread(chosen).partition("=")[2])) * chosen.threads
+        step = sum(
+            config.common.part_bytes("bfloat16", aligned, (chosen.groups - 1) * each + columns) for each in strides
+        )
+        outer = (
+            config.backward._column_sums_bytes(problem, int(columns_per_thread(chosen).partition("=")[2]))
+            * chosen.threads
+        )
         assert chosen.stages * step + outer <= chosen.shared_bytes, "the gaps have room"
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 6, 8, 12, 16])
 def test_counts_of_blocks_leave_out_no_power_of_two(most):
     """Three, then two: a third of the threads fewer, not two thirds."""
-    tried = config._counts_to_try(most)
+    tried = config.common.counts_to_try(most)
     assert tried[0] == max(1, most)
     assert list(tried) == sorted(tried, reverse=True)
     assert {1 << power for power in range(5) if 1 << power <= most} <= set(tried)
@@ -1131,7 +1143,7 @@ def columns_per_thread(chosen):
 
 def test_data_of_the_size_of_the_cache_is_read_once():
     """x, dy and dx together count, each with its own type."""
-    least, most = config.READ_ONCE_BYTES
+    least, most = config.walkers.READ_ONCE_BYTES
     for dy, itemsizes in (("bfloat16", 6), ("float32", 8)):
         rows = [
             size // (1024 * itemsizes) for size in (least - 1, least + 1024 * itemsizes, most, most + 1024 * itemsizes)
@@ -1141,6 +1153,6 @@ def test_data_of_the_size_of_the_cache_is_read_once():
 
 
 def test_mixed_types_take_vectors_of_the_smaller_one():
-    assert config.vector_width("bfloat16", "float32") == 8
-    assert config.vector_width("float32", "float64") == 4
-    assert config.vector_width("float64") == 2
+    assert config.common.vector_width("bfloat16", "float32") == 8
+    assert config.common.vector_width("float32", "float64") == 4
+    assert config.common.vector_width("float64") == 2

@@ -134,7 +134,7 @@ def small_device(device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch) -> Kerne
     """Two multiprocessors: walkers have many steps, rings are filled again, column sums reach their second level."""
     monkeypatch.setitem(fake_device.ATTRIBUTES, 16, 2)
     monkeypatch.setattr(
-        "cupynorm.cuda.config.COLUMN_BLOCKS_BYTES", dict.fromkeys((False, True), dict.fromkeys(NORMS, 0))
+        "cupynorm.cuda.config.walkers.COLUMN_BLOCKS_BYTES", dict.fromkeys((False, True), dict.fromkeys(NORMS, 0))
     )
     return device
 
@@ -237,7 +237,7 @@ def test_without_the_features_of_newer_devices(
 
 
 def test_no_more_threads_at_once_than_kernels_have_registers_for(tmp_path: Path) -> None:
-    """kThreadsAtOnce of backward_staged.cu, by its own source, beside what config.py asks for."""
+    """kThreadsAtOnce of backward_staged.cu, by its own source, beside what is asked for."""
     source = (module.source_directory() / "backward_staged.cu").read_text(encoding="utf-8")
     start, end = "constexpr int kColumnBytes", "constexpr int kThreadsAtOnce"
     constants = source[source.index(start) : source.index(";", source.index(end)) + 1]
@@ -248,15 +248,15 @@ def test_no_more_threads_at_once_than_kernels_have_registers_for(tmp_path: Path)
     ]
     lines = ["#include <cstdio>", "constexpr int kMaxThreads = 256;"]
     for number, (capability, x, db, vector, per_thread) in enumerate(cases):
-        whole_warps = per_thread > config.columns_per_thread(x)
+        whole_warps = per_thread > config.common.columns_per_thread(x)
         lines += [
             f"namespace case_{number} {{",
             "#undef __CUDA_ARCH__",
             f"#define __CUDA_ARCH__ {100 * capability}",
             f"constexpr int kColumnsPerThread = {per_thread}, kVector = {4 if vector else 1};",
             f"constexpr bool kWantDb = {int(db)}, kWholeWarps = {int(whole_warps)};",
-            f"struct X {{ char bytes[{config.ITEMSIZE[x]}]; }};",
-            f"struct Compute {{ char bytes[{config.compute_itemsize(x)}]; }};",
+            f"struct X {{ char bytes[{config.common.ITEMSIZE[x]}]; }};",
+            f"struct Compute {{ char bytes[{config.common.compute_itemsize(x)}]; }};",
             constants,
             "}",
         ]
@@ -269,7 +269,7 @@ def test_no_more_threads_at_once_than_kernels_have_registers_for(tmp_path: Path)
     for case, most in zip(cases, found, strict=True):
         capability, x, db, vector, per_thread = case
         device = config.Device((capability, 0), 132, 232448)
-        assert config._threads_at_once(("layernorm", x, x, db, vector), per_thread, device) <= int(most), case
+        assert config.backward._threads_at_once(("layernorm", x, x, db, vector), per_thread, device) <= int(most), case
 
 
 def test_what_is_written_in_place_of_ptx() -> None:

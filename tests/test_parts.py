@@ -27,7 +27,7 @@ def test_what_is_left_compiles(op: str, columns: int, part: parts.Part, monkeypa
     from roofline import Row
 
     from cupynorm.cuda import module
-    from cupynorm.cuda.config import Variant
+    from cupynorm.cuda.config.variants import Variant
 
     file, definitions = kernel_of(Row(bench.case(op, 1017, columns, "bfloat16")))
     assert parts.ALTERED == f"kernels_cu/{file}"

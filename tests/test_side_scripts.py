@@ -69,12 +69,16 @@ def test_a_tree_is_timed_by_a_process_of_its_own(words: str, capsys: pytest.Capt
 
 
 def test_settings_reach_the_launch_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all modules that have the name."""
     from cupynorm.cuda import config
 
-    monkeypatch.setattr(config, "DRAWN_LEAST_STEPS", 2)
+    for module in (config.common, config.backward, config.walkers):
+        monkeypatch.setattr(module, "STEP_COUNTERS", 2)
+    monkeypatch.setattr(config.walkers, "DRAWN_LEAST_STEPS", 2)
     (row,) = roofline.rows_of(compare.parse([".", *TINY, "--ops", "rmsnorm_backward"]))
-    assert len(compare.seconds_of([row], {"DRAWN_LEAST_STEPS": 5}, np)) == 1
-    assert config.DRAWN_LEAST_STEPS == 5
+    assert len(compare.seconds_of([row], {"DRAWN_LEAST_STEPS": 5, "STEP_COUNTERS": 8}, np)) == 1
+    assert config.walkers.DRAWN_LEAST_STEPS == 5
+    assert {module.STEP_COUNTERS for module in (config.common, config.backward, config.walkers)} == {8}
 
 
 @pytest.mark.parametrize(

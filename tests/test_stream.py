@@ -22,7 +22,7 @@ def test_every_way_compiles_without_spills(way: stream.Way) -> None:
     pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
     from compiling import compile_variant
 
-    from cupynorm.cuda.config import Variant
+    from cupynorm.cuda.config.variants import Variant
 
     spills, wrong = compile_variant((9, 0), Variant(stream.SOURCE, ("stream",), way.definitions))
     assert not wrong, "\n".join(wrong)

@@ -1,0 +1,57 @@
+"""Launch choices: a pure function of the problem and the device, needing no GPU.
+
+What fixes the order of a row's sums (route, vector width, threads and blocks that share a row) depends on the row, its
+layout and what is summed alone, never on how many rows come with it: so a row's dx and y have the same bits in any
+company.
+
+backward.py and forward.py choose the kernel and its blocks, walkers.py how many of these run; common.py has what they
+share. Constants stand where they are used, with what was measured; in us, bfloat16, on an H200, unless said otherwise.
+variants.py lists every kernel that can be asked for.
+"""
+
+from .backward import BACKWARD_ARGUMENTS, backward_config
+from .common import ELEMENT_CODES, BackwardConfig, Device, ForwardConfig
+from .forward import FORWARD_ARGUMENTS, forward_config
+from .walkers import (
+    KEPT_BYTES,
+    KEPT_COUNTER_BYTES,
+    STEP_COUNTERS_BYTES,
+    Grid,
+    clusters_at_once,
+    forward_steps,
+    forward_walkers,
+    grid,
+    least_steps,
+    meeting_bytes,
+    pace,
+    partial_row_stride,
+    reads_once,
+    reduction_row_threads,
+    sums_walkers,
+)
+
+__all__ = [
+    "BACKWARD_ARGUMENTS",
+    "ELEMENT_CODES",
+    "FORWARD_ARGUMENTS",
+    "KEPT_BYTES",
+    "KEPT_COUNTER_BYTES",
+    "STEP_COUNTERS_BYTES",
+    "BackwardConfig",
+    "Device",
+    "ForwardConfig",
+    "Grid",
+    "backward_config",
+    "clusters_at_once",
+    "forward_config",
+    "forward_steps",
+    "forward_walkers",
+    "grid",
+    "least_steps",
+    "meeting_bytes",
+    "pace",
+    "partial_row_stride",
+    "reads_once",
+    "reduction_row_threads",
+    "sums_walkers",
+]

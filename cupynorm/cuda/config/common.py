@@ -1,0 +1,312 @@
+"""What the choices of both passes share: devices, configurations, how a row is split over lanes, warps and blocks."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...problem import NormProblem
+
+WARP = 32
+CLUSTERS = (1, 2, 4, 8, 16)
+STAGED_MOST_TEAMS = 4  # kMaxTeams
+STAGED_MAX_THREADS = 256  # kMaxThreads of staged.cuh: what leaves a thread the registers that it needs
+STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
+# Columns a thread where a row takes whole warps, by type of the arithmetic. Several, so that rows of any length fill
+# the lanes of 1, 2, 4 or 8 warps; in vectors, or single columns: for these, whose lanes without a column take as long
+# as the others, six in place of two. 1 GB, an H100: LayerNorm N=513 520 → 367 us, 601 447 → 356, 700 386 → 358,
+# RMSNorm 513 453 → 367, 601 390 → 355, 700 348 → 357, from 850 on −4 to +3% (with fewer warps than now); on an H200
+# 24 beside 32 and 40 made LayerNorm 6100 298.0 → 262.3, 24001 354.9 → 306.6.
+STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, tuple[int, ...]]] = {
+    True: {"float32": (24, 32, 40), "float64": (16,)},
+    False: {"float32": (20, 24, 28, 32, 36, 40), "float64": (16,)},
+}
+STAGED_COLUMNS_OF_BLOCKS_ALONE = (20,)  # of clusters each block has more of a row than that
+# Of rows of a warp or less: columns a thread, beside columns_per_thread(), and on how many lanes at least and at
+# most. Those are chosen that cover least beyond the row (short_row()).
+PartLanes = dict[int, tuple[int, int]]
+# MOST_COPIED_GAPS of backward.py, for larger types and both passes. Float32: 512 with 8 121.1 → 111.4 us, LayerNorm
+# 123.1 → 112.3, forward 79.2 → 73.5, 79.9 → 76.5, 256 with 64 118.7 → 125.4, 121.0 → 126.7, 79.2 → 81.0, 80.7 → 83.8
+# (not there); single columns, with 1, 512 135.3 → 114.5, 138.1 → 115.9, 78.4 → 74.1, 80.8 → 79.9, 300 167.2 → 116.0,
+# 183.3 → 116.6, 84.9 → 75.0, 87.0 → 78.8; larger gaps of these and float64 were not timed.
+MOST_COPIED_GAPS_LARGE = {True: 1.17, False: 1.25}
+STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
+# Of 16-bit types, where the largest cluster has no room for the row otherwise (1 GB, N=262144: RMSNorm 555 us in two
+# sweeps, 263 so). Level two of dw and db then lies in memory, and of w, beside both, three vectors a thread in shared
+# memory (backward.cuh: kManyColumns, Weights::kInShared).
+STAGED_MANY_COLUMNS_PER_THREAD = 64
+PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48  # of a walker
+# More columns a thread than these only where a row takes so many warps: FORWARD_COLUMNS_PER_THREAD of forward.py.
+FORWARD_MORE_COLUMNS, FORWARD_MORE_COLUMNS_LEAST_WARPS = 40, 4
+SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
+STEP_COUNTERS = 4  # kStepCounters of counters.cuh
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ELEMENT_CODES = {None: 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # enum ElementCode in element.cuh
+
+
+class Device(NamedTuple):
+    """What launch choices depend on."""
+
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int  # that one block may have
+
+    @property
+    def has_clusters(self) -> bool:
+        """Bulk asynchronous copies, clusters and remote stores into shared memory."""
+        return self.compute_capability >= (9, 0)
+
+    @property
+    def has_large_shared_memory(self) -> bool:
+        """As devices for data centres have: 227 KB for a block and not 99 (compute capability 12)."""
+        return (9, 0) <= self.compute_capability < (12, 0)
+
+    @property
+    def largest_cluster(self) -> int:
+        """16 needs a device that allows clusters beyond the portable 8."""
+        return {9: 16, 10: 16}.get(self.compute_capability[0], 8) if self.has_clusters else 1
+
+
+class BackwardConfig(NamedTuple):
+    """How one backward problem runs: see the head of the source file for what the words mean."""
+
+    route: str  # "direct", "staged" or "split": backward_<route>.cu
+    definitions: tuple[str, ...]
+    threads: int
+    group_threads: int
+    slab_columns: int
+    slabs: int
+    cluster: int = 1
+    stages: int = 0
+    shared_bytes: int = 0
+    lead: int = 0  # of a walker, in quarters of a step, where pace is kept
+    paced_steps: int = PACE_FORWARD_LEAST_STEPS  # of a walker, from which on it is
+    step_counters: int = 1
+
+    @property
+    def groups(self) -> int:
+        return self.threads // self.group_threads
+
+
+class ForwardConfig(NamedTuple):
+    """How one forward problem runs: see the head of the source file for what the words mean."""
+
+    file: str
+    kernel: str  # "forward_direct", "forward_swept" or "forward_staged"
+    definitions: tuple[str, ...]
+    threads: int
+    group_threads: int
+    slab_columns: int = 0
+    cluster: int = 1
+    stages: int = 0
+    shared_bytes: int = 0
+    drawn_part: float = 0.0  # of the steps of a long launch
+    lead: int = 0  # of a walker, in quarters of a step, where pace is kept
+    paced_steps: int = PACE_FORWARD_LEAST_STEPS  # of a walker, from which on it is
+    step_counters: int = 1
+
+    @property
+    def groups(self) -> int:
+        return self.threads // self.group_threads
+
+
+def _compute_name(x_name: str) -> str:
+    """The type of the arithmetic."""
+    return "float64" if x_name == "float64" else "float32"
+
+
+def compute_itemsize(x_name: str) -> int:
+    return ITEMSIZE[_compute_name(x_name)]
+
+
+def columns_per_thread(x_name: str) -> int:
+    """Of the direct and split routes, and of short rows (but see short_row()): 64 bytes of the arithmetic's type."""
+    return 64 // compute_itemsize(x_name)
+
+
+def vector_width(*names: str) -> int:
+    """Elements of a vector access: those of 16 bytes in the smallest type."""
+    return 16 // min(ITEMSIZE[name] for name in names)
+
+
+def kernels_sum_db(problem: NormProblem) -> bool:
+    """Whether the kernels sum db. Where x and dy differ in type, in any case: it halves the number of such kernels."""
+    return problem.want_db or problem.x_dtype != problem.dy_dtype
+
+
+def rows_follow(problem: NormProblem, vector: bool, gaps: dict[bool, dict[str, float]], *strides: int) -> bool:
+    """Whether a block may have several rows: they follow one another, or take a warp or less and the gaps are small."""
+    if not is_short(problem):
+        return not have_gaps(problem, *strides)
+    most = gaps[vector][problem.norm] if problem.x_dtype.itemsize == 2 else MOST_COPIED_GAPS_LARGE[vector]
+    return min(strides) >= problem.columns and sum(strides) <= most * len(strides) * problem.columns
+
+
+def is_short(problem: NormProblem) -> bool:
+    """Whether a warp or less holds a row."""
+    return problem.columns <= WARP * columns_per_thread(problem.x_dtype.name)
+
+
+def have_gaps(problem: NormProblem, *strides: int) -> bool:
+    return any(stride != problem.columns for stride in strides)
+
+
+Kind = tuple[str, str, str, bool, bool]  # norm, types of x and dy, whether db is summed, whether in vectors
+
+
+def slab_of(columns: int, cluster: int, width: int) -> int:
+    """Columns of a block: whole vectors, and in a cluster so that each block's columns of w start at 16 bytes."""
+    unit = max(width, 8) if cluster > 1 else width
+    return divide_up(divide_up(columns, cluster), unit) * unit
+
+
+Choice = tuple[tuple[int, ...], ...]  # columns a thread, those to be preferred first
+
+
+def staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) -> Choice:
+    """Columns a thread to choose from; rare combinations, of which there are many, have no choice."""
+    if not vector and not device.has_large_shared_memory:  # with 32, and db, kernels spill
+        return ((columns_per_thread(x),),)
+    largest = 8 if not vector else 16 if ITEMSIZE[x] == 2 else 4
+    usual = x != dy or cluster > largest or not device.has_large_shared_memory
+    choice = _usual_columns(x) if usual else several_columns(x, vector, cluster)
+    many = vector and x == dy and ITEMSIZE[x] == 2 and cluster == 16
+    return (choice, (STAGED_MANY_COLUMNS_PER_THREAD,)) if many else (choice,)
+
+
+def several_columns(x: str, vector: bool, cluster: int) -> tuple[int, ...]:
+    several = STAGED_COLUMNS_PER_THREAD[vector][_compute_name(x)]
+    return tuple(n for n in several if cluster == 1 or n not in STAGED_COLUMNS_OF_BLOCKS_ALONE)
+
+
+def _usual_columns(x: str) -> tuple[int, ...]:
+    return STAGED_USUAL_COLUMNS_PER_THREAD[_compute_name(x)]
+
+
+def staged_threads(slab: int, choice: Choice) -> tuple[int, int] | None:
+    """Columns a thread, and threads that share a row: the fewest warps that hold a block's columns of it, if any do."""
+    for preferred in choice:
+        if len(preferred) > 1:
+            for warps, per_thread in product((1, 2, 4, 8), preferred):
+                least_warps = FORWARD_MORE_COLUMNS_LEAST_WARPS if per_thread > FORWARD_MORE_COLUMNS else 1
+                if least_warps <= warps and slab <= warps * WARP * per_thread:
+                    return per_thread, warps * WARP
+        elif (threads := in_whole_warps(divide_up(slab, preferred[0]))) <= STAGED_MAX_THREADS:
+            return preferred[0], threads
+    return None
+
+
+def short_row(x: str, columns: int, parts: PartLanes) -> tuple[int, int]:
+    """The same for a row of one warp or less: on all routes, for the bits of its sums depend on it."""
+    options = {columns_per_thread(x): (1, WARP), **parts}
+    held = ((n, _lanes(columns, n)) for n, (_, most) in options.items() if n * most >= columns)
+    return min((h for h in held if h[1] >= options[h[0]][0]), key=lambda held: (held[0] * held[1], -held[0]))
+
+
+def of_choice(parts: PartLanes, choice: Choice, device: Device) -> PartLanes:
+    """Nothing where there is no choice."""
+    return parts if device.has_clusters and len(choice[0]) > 1 else {}
+
+
+def takes_part(x: str, held: tuple[int, int]) -> bool:
+    """Whether kernels would not expect so many columns a thread for so few lanes: PART_OF_WARP of columns.cuh."""
+    per_thread, group = held
+    usual = columns_per_thread(x)
+    return per_thread < usual or (group < WARP and per_thread > usual)
+
+
+def has_whole_warps(x: str, held: tuple[int, int]) -> bool:
+    """kWholeWarps of columns.cuh."""
+    return held[0] > columns_per_thread(x) and not takes_part(x, held)
+
+
+def groups_in_block(block_threads: int, group: int, rows: int) -> int:
+    """Of a block: whole warps, beyond that no more than rows; one where a group has no power of two of threads.
+
+    Sums of groups without a row would be added up, too: RMSNorm, 1x4096, 7.6 us with two groups, 6.7 with one.
+    """
+    if group & (group - 1):
+        return 1
+    wanted = max(_power_of_two_at_least(rows, block_threads), WARP // group)
+    return min(max(1, block_threads // group), wanted)
+
+
+def counts_to_try(most: int) -> tuple[int, ...]:
+    """Of blocks on a multiprocessor, or of groups in a block: as many as there should be, then powers of two, … one."""
+    most = max(1, most)
+    return most, *(1 << power for power in reversed(range((most - 1).bit_length())))
+
+
+def staged_static_bytes(x_name: str, cluster: int) -> int:
+    """What a block takes beside its dynamic shared memory: the system's kilobyte, BlockState, what meet() declares, or
+    in the forward pass numbers of steps, and PaceState."""
+    barriers = 8 + 16 + 32 * STAGED_MOST_STAGES * STAGED_MOST_TEAMS
+    warps = STAGED_MAX_THREADS // WARP * (32 + 8 * cluster * compute_itemsize(x_name))
+    return 1024 + divide_up(barriers + warps + 64 + 48, 128) * 128
+
+
+def _lanes(columns: int, per_thread: int) -> int:
+    """Neighbouring threads of a warp that share a row."""
+    return _power_of_two_at_least(divide_up(columns, per_thread), WARP)
+
+
+def part_bytes(name: str, vector: bool, elements: int) -> int:
+    """RingPart::part_bytes of staged.cuh."""
+    return divide_up(elements * ITEMSIZE[name] + (0 if vector else 128), 128) * 128
+
+
+def triad_definitions(x_name: str, streaming: bool) -> tuple[str, ...]:
+    return (f"ELEMENT={x_name}", f"STREAMING={int(streaming)}")
+
+
+def staged_definitions(
+    per_thread: int, cluster: int, part: bool, paced: bool, short: bool = False, gaps: bool = False
+) -> tuple[str, ...]:
+    switches = {"PACED=1": paced, "SHORT_ROWS=1": short, "ROW_GAPS=1": gaps}
+    others = (definition for definition, on in switches.items() if on)
+    return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}", *part_definitions(part), *others
+
+
+def part_definitions(part: bool) -> tuple[str, ...]:
+    return ("PART_OF_WARP=1",) if part else ()
+
+
+def reserved_definitions(
+    weight_offset: bool = False, per_head: bool = False, add_residual: bool = False, accumulate: bool = False
+) -> tuple[str, ...]:
+    return (
+        f"WEIGHT_OFFSET={int(weight_offset)}",
+        f"PER_HEAD={int(per_head)}",
+        f"ADD_RESIDUAL={int(add_residual)}",
+        f"ACCUMULATE={int(accumulate)}",
+    )
+
+
+def reserved_of(problem: NormProblem) -> tuple[str, ...]:
+    add_residual = problem.residual or problem.dresidual_out
+    return reserved_definitions(problem.weight_offset != 0.0, problem.heads > 1, add_residual, problem.accumulate)
+
+
+def argument_bytes(layout: str) -> str:
+    import struct
+
+    return f"ARGUMENT_BYTES={struct.calcsize(layout)}"
+
+
+def name_of(dtype: np.dtype[Any] | None) -> str:
+    assert dtype is not None
+    return dtype.name
+
+
+def divide_up(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def in_whole_warps(threads: int) -> int:
+    return divide_up(threads, WARP) * WARP
+
+
+def _power_of_two_at_least(n: int, most: int) -> int:
+    return min(most, 1 << (n - 1).bit_length())

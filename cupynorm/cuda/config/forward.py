@@ -1,0 +1,272 @@
+"""Which kernel a forward problem takes, and the shape of its blocks."""
+
+from __future__ import annotations
+
+from ...problem import NormProblem
+from .common import (
+    CLUSTERS,
+    ITEMSIZE,
+    SMALL_BLOCK,
+    STAGED_MANY_COLUMNS_PER_THREAD,
+    STAGED_MAX_THREADS,
+    STAGED_MOST_STAGES,
+    WARP,
+    Choice,
+    Device,
+    ForwardConfig,
+    PartLanes,
+    argument_bytes,
+    columns_per_thread,
+    compute_itemsize,
+    counts_to_try,
+    divide_up,
+    groups_in_block,
+    has_whole_warps,
+    have_gaps,
+    in_whole_warps,
+    is_short,
+    of_choice,
+    part_bytes,
+    part_definitions,
+    reserved_definitions,
+    reserved_of,
+    rows_follow,
+    several_columns,
+    short_row,
+    slab_of,
+    staged_choice,
+    staged_definitions,
+    staged_static_bytes,
+    staged_threads,
+    takes_part,
+    vector_width,
+)
+from .walkers import takes_at_least, usual_clusters
+
+# In vectors or single columns, by bytes of x's type. In vectors, 1 GB, LayerNorm: N=384 223 → 185 us, N=192 255 →
+# 183; with 32, N=256 194 → 177, but 512 177 → 185. Single columns: FORWARD_FEW_LANES.
+FORWARD_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
+    True: {2: {24: (1, 16), 32: (1, 8)}, 4: {24: (1, 16), 32: (1, 8)}},
+    False: {2: {12: (4, 16), 20: (16, 16), 24: (16, 16)}, 4: {12: (8, 32), 20: (16, 16)}},
+}
+# Forward, single columns of 16-bit types, twice as many threads on a multiprocessor, with 24 columns a thread half as
+# many more, where as many lanes or more hold a row; with the columns above, 1 GB, an H100: RMSNorm 65 664 → 433 us,
+# 129 662 → 398, 257 625 → 278, 450 367 → 255, LayerNorm 764 → 513, 787 → 482, 711 → 357, 411 → 293; with fewer lanes
+# 9 to 20 lost 10 to 20% (5 gained, 925 → 632, LayerNorm 999 → 738).
+FORWARD_FEW_LANES = 4
+# MOST_COPIED_GAPS of backward.py, for 16-bit types. In vectors: RMSNorm 512 with 64 83.0 → 76.5, 256 with 64 88.2 →
+# 81.5, with 128 86.9 → 88.6 (not there), LayerNorm 85.7 → 80.5, 91.0 → 86.2, 89.6 → 93.5 (not there), 384 with 64
+# 81.4 → 83.8. Single columns: RMSNorm 512 with 1 91.2 → 77.3, with 257 92.7 → 88.7, with 513 92.3 → 103.3 (not
+# there), 129 with 1 124.3 → 125.9, LayerNorm 107.4 → 85.1, 107.5 → 94.1, 107.7 → 110.2, 148.1 → 149.2.
+FORWARD_MOST_COPIED_GAPS = {True: {"rmsnorm": 1.3, "layernorm": 1.3}, False: {"rmsnorm": 1.75, "layernorm": 2.0}}
+# Steps that the forward pass has in flight at least; more where each walker has few steps. 100 MB, LayerNorm with two
+# and three, N=2560 24.3 → 23.4 us, 4096 23.6 → 22.6, 12288 24.6 → 23.4, 20480 25.2 → 23.7; 200 MB 0.5 to 3% less; 400
+# MB −2 to +1.5%; RMSNorm as long, 131072 23.2 → 22.6; float32, 100 MB, 1 to 4% less in both.
+FORWARD_STAGED_LEAST_STAGES, FORWARD_STAGED_MORE_STAGES, FORWARD_SHORT_STEPS = 2, 3, 24
+# And of LayerNorm's blocks that are no clusters, by columns a thread: 1 GB, with two and three, 2560 170.0 → 168.6 us,
+# 5120 170.5 → 168.6, 10240 170.5 → 169.8, 8192 172.3 → 171.2, 16384 172.4 → 171.6, though 1280 168.5 → 169.6; of parts
+# of warps 384 186 → 176. With the others it lost: 24 1536 169.4 → 171.1, 32 4096 167.5 → 169.1, 48 12288 169.3 → 170.6.
+FORWARD_MORE_STAGES_COLUMNS, FORWARD_MORE_STAGES_PART_COLUMNS = (40, 64), (24,)
+# Forward, where each walker has many steps: of all steps this part is drawn by whoever is done first. 1 GB: RMSNorm
+# N=256 182 → 172 us with a half, 174 with a quarter, N=4096 171 → 168 with a quarter, LayerNorm 179 → 174; of blocks
+# alone on their multiprocessor, RMSNorm N=7168 177 → 168 with an eighth, 172 with a quarter. N=384, with 24 columns a
+# thread, takes 169 us with a quarter and 171 with a half.
+DRAWN_PART, DRAWN_PART_SHORT, DRAWN_PART_ALONE = 1 / 4, 1 / 2, 1 / 8
+# Forward, in clusters, RMSNorm, 1 GB, with nine, ten, eleven and twelve: N=14336 166.8, 166.7, 166.9, 167.7 us, 32768
+# 165.4, 165.5, 165.7, 166.4, 65536 166.5, 166.1, 166.6, 167.1. Of 64 columns a thread, by blocks of a cluster, each
+# with three to six: RMSNorm, N=131072 172.6, 167.5, 166.7, 167.1 us; LayerNorm, 32768 182.4, 172.1, 167.7, 168.6; with
+# five to seven 65536 169.7, 168.0, 171.7, 131072 169.4, 168.9, 169.9, and slower with more; 262144 170.5 without, with
+# eight to twenty 173.7 to 174.0 (compiled for pace all the same: else 172.4, beside 169.5).
+LEAD_FORWARD = 10
+LEAD_FORWARD_MANY = {"rmsnorm": {8: 5, 16: 5}, "layernorm": {2: 5, 4: 6, 8: 6, 16: 0}}
+FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
+# Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more:
+# at N=65536 and 1 GB 210 us with 32, 182 with 64. RMSNorm there takes 174 with 32 and 178 with 64, but gains from 48:
+# N=12288, in one block, not in two of 24, 176 → 170 us, 43008, in four, not in eight, 195 → 174 (98304, which takes
+# eight in any case, with 64 kept pace: 169 → 171, at 100 MB 24.4 → 23.7). More than 40 only where a row takes four
+# warps or more: LayerNorm, N=2048 173.5 us with 64, 168.7 with 32 (_keeps_b_in_shared()), RMSNorm 1536 169.2 with 48,
+# 167.8 with 24.
+FORWARD_COLUMNS_PER_THREAD = {"rmsnorm": (24, 32, 40, 48), "layernorm": (24, 32, 40, 48, 64)}
+FORWARD_ARGUMENTS = "7P4qd9i2h"  # struct ForwardArguments in forward.cuh
+
+
+def forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Device) -> Choice:
+    """The same for the forward pass."""
+    if not vector and device.has_large_shared_memory:
+        return (several_columns(x, vector, cluster),)
+    if ITEMSIZE[x] != 2 or not device.has_large_shared_memory:
+        return staged_choice(x, x, vector, cluster, device)
+    # Compiled for 10.0, LayerNorm keeps float16 columns widened, and spills.
+    spills = norm == "layernorm" and x == "float16" and device.compute_capability >= (10, 0)
+    many: Choice = () if spills else ((STAGED_MANY_COLUMNS_PER_THREAD,),)
+    choice = FORWARD_COLUMNS_PER_THREAD[norm][: -1 if spills else None]
+    return (choice, *(many if cluster >= 8 and norm == "rmsnorm" else ()))
+
+
+def _keeps_b_in_shared(norm: str, x: str, vector: bool, held: tuple[int, int], cluster: int, device: Device) -> bool:
+    """kBInShared of forward_staged.cu. `held` is what short_row() or staged_threads() chose."""
+    few = columns_per_thread(x) < held[0] <= 32 and not takes_part(x, held)
+    usual = norm == "layernorm" and ITEMSIZE[x] == 2 and vector and cluster == 1
+    return usual and few and device.has_large_shared_memory
+
+
+def _forward_threads_at_once(
+    norm: str, x: str, vector: bool, held: tuple[int, int], b_in_shared: bool, device: Device
+) -> int:
+    """kThreadsAtOnce of forward_staged.cu: threads on a multiprocessor that leave each the registers that it needs.
+
+    `held` is what short_row() or staged_threads() chose. Single columns, 1 GB, an H100: LayerNorm N=6001 with 384 of
+    24 columns 311 us, so 243, 2601 290 and 266, though RMSNorm 24001 237 and 249; 2047 and 4095 with 256 of 32 280, so
+    244, but in blocks of eight warps 8191 279 and 291; RMSNorm 2047 233.3 and 236.2 (not there). Float32 of 16 columns
+    N=97 262 with 256, 294 with 512, LayerNorm 262 and 311.
+    """
+    per_thread, group = held
+    if vector:
+        bytes_of_column = (1 if b_in_shared else 2) * compute_itemsize(x) + 2 * ITEMSIZE[x]
+        registers = per_thread * bytes_of_column // 4 + (78 if norm == "layernorm" else 62)
+        return 512 if registers <= 128 else 384 if registers <= 170 else STAGED_MAX_THREADS
+    usual_of_more_bytes = ITEMSIZE[x] > 2 and per_thread == columns_per_thread(x)
+    if ITEMSIZE[x] == 8 or usual_of_more_bytes or group < FORWARD_FEW_LANES or device.compute_capability >= (10, 0):
+        return STAGED_MAX_THREADS
+    more = norm == "layernorm" and ITEMSIZE[x] == 2 and not takes_part(x, held)
+    if per_thread <= (24 if more else 20):
+        return 512
+    return 384 if per_thread <= (32 if more else 24) else STAGED_MAX_THREADS
+
+
+def forward_part_of_warp_lanes(x: str, vector: bool, choice: Choice, device: Device) -> PartLanes:
+    """The same for the forward pass."""
+    return of_choice(FORWARD_PART_OF_WARP_LANES[vector].get(ITEMSIZE[x], {}), choice, device)
+
+
+def _drawn_part(norm: str, x: str, held: tuple[int, int], cluster: int, blocks: int) -> float:
+    """`held` is what short_row() or staged_threads() chose, `blocks` how many share a multiprocessor."""
+    whole_warps = has_whole_warps(x, held)
+    if cluster > 1 or not (whole_warps or norm == "rmsnorm"):  # kDraws of forward_staged.cu
+        return 0.0
+    if blocks == 1:
+        return DRAWN_PART_ALONE
+    return DRAWN_PART if whole_warps or held[0] == 24 else DRAWN_PART_SHORT
+
+
+def forward_keeps_pace(norm: str, held: tuple[int, int], cluster: int, vector: bool, full: bool) -> bool:
+    """Clusters alone, for these do not draw; with 24 or 40 columns a thread they took up to 3% more (48: not timed).
+
+    `held` and `full` are as for may_keep_pace() of backward.py. RMSNorm, not full, 1 GB, in clusters from four blocks
+    on, 25600 198.7 us with pace, 193.0 without, 28672 178.7 and 175.1, 57344 182.4 and 175.8; of two 14336 166.5 and
+    170.3.
+    """
+    many = held[0] == STAGED_MANY_COLUMNS_PER_THREAD
+    gains = held[0] == 32 and norm == "rmsnorm" and (full or cluster == 2)
+    return vector and cluster > 1 and (many or gains)
+
+
+def _forward_least_stages(norm: str, x: str, held: tuple[int, int], cluster: int, short: bool) -> int:
+    """`held` is what short_row() or staged_threads() chose; `short` says that each walker has few steps."""
+    more = norm == "layernorm" and held[0] in FORWARD_MORE_STAGES_PART_COLUMNS
+    if has_whole_warps(x, held):
+        slow = norm == "layernorm" and ITEMSIZE[x] == 2 and cluster == 1 and held[0] in FORWARD_MORE_STAGES_COLUMNS
+        more = short or slow
+    return FORWARD_STAGED_MORE_STAGES if more else FORWARD_STAGED_LEAST_STAGES
+
+
+def _forward_lead(norm: str, per_thread: int, cluster: int) -> int:
+    return LEAD_FORWARD_MANY[norm][cluster] if per_thread == STAGED_MANY_COLUMNS_PER_THREAD else LEAD_FORWARD
+
+
+def forward_config(problem: NormProblem, aligned: bool, device: Device) -> ForwardConfig:
+    """Choose the forward kernel; `aligned` says that every row of x and y starts at a multiple of 16 bytes."""
+    x = problem.x_dtype.name
+    vector = vector_width(x) if aligned and problem.columns % vector_width(x) == 0 else 1
+    definitions = forward_definitions(problem.norm, x, vector > 1, reserved_of(problem))
+    if device.has_clusters and (staged := _forward_staged(problem, vector, definitions, device)):
+        return staged
+    per_thread = columns_per_thread(x)
+    if problem.columns <= WARP * per_thread:
+        choice = forward_choice(problem.norm, x, vector > 1, 1, device)
+        held = short_row(x, problem.columns, forward_part_of_warp_lanes(x, vector > 1, choice, device))
+        definitions = (*definitions, *direct_forward_definitions(held[0], takes_part(x, held)))
+        return ForwardConfig("forward.cu", "forward_direct", definitions, SMALL_BLOCK, held[1])
+    definitions = (*definitions, *direct_forward_definitions(per_thread))
+    threads = in_whole_warps(divide_up(problem.columns, per_thread))
+    max_threads = forward_max_threads(vector > 1)
+    if threads <= max_threads:
+        return ForwardConfig("forward.cu", "forward_direct", definitions, threads, threads)
+    return ForwardConfig("forward.cu", "forward_swept", definitions, max_threads, max_threads)
+
+
+def direct_forward_definitions(per_thread: int, part: bool = False) -> tuple[str, ...]:
+    return f"COLUMNS_PER_THREAD={per_thread}", *part_definitions(part)
+
+
+def forward_max_threads(vector: bool) -> int:
+    """kMaxThreads of forward.cu, without PART_OF_WARP."""
+    return 512 if vector else 256
+
+
+def _forward_staged(
+    problem: NormProblem, vector: int, definitions: tuple[str, ...], device: Device
+) -> ForwardConfig | None:
+    """As for the backward pass. A place in the ring is free again as soon as its row is in registers."""
+    name = problem.x_dtype.name
+    stride, small = problem.x_row_stride, is_short(problem)
+    several = rows_follow(problem, vector > 1, FORWARD_MOST_COPIED_GAPS, stride)
+    gaps = small and have_gaps(problem, stride)
+    if small and not several:
+        return None
+    for cluster in CLUSTERS:
+        slab = slab_of(problem.columns, cluster, vector)
+        if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
+            continue
+        choice = forward_choice(problem.norm, name, vector > 1, cluster, device)
+        parts = forward_part_of_warp_lanes(name, vector > 1, choice, device)
+        held = short_row(name, slab, parts) if small else staged_threads(slab, choice)
+        if held is None:
+            continue
+        per_thread, group = held
+        b_in_shared = _keeps_b_in_shared(problem.norm, name, vector > 1, held, cluster, device)
+        at_once = _forward_threads_at_once(problem.norm, name, vector > 1, held, b_in_shared, device)
+        block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
+        groups = groups_in_block(block_threads, group, problem.rows) if cluster == 1 and several else 1
+        threads = groups * group
+        step_bytes = part_bytes(name, vector > 1, (groups - 1) * stride + slab)
+        b_bytes = threads * per_thread * compute_itemsize(name) if b_in_shared else 0
+        static_bytes = staged_static_bytes(name, cluster) + b_bytes
+        w_bytes = divide_up(slab * compute_itemsize(name), 16) * 16  # copied behind the ring, where there is room
+        for blocks in counts_to_try(at_once // threads):
+            room = device.shared_bytes // blocks - static_bytes
+            stages = min(room // step_bytes, STAGED_MOST_STAGES)
+            if stages >= FORWARD_STAGED_LEAST_STAGES:
+                wanted = FORWARD_STAGED_RING_BYTES // (blocks * step_bytes)
+                walkers = usual_clusters(cluster, device) * blocks
+                short = not takes_at_least(problem.rows, FORWARD_SHORT_STEPS, groups, walkers)
+                stages = min(stages, max(_forward_least_stages(problem.norm, name, held, cluster, short), wanted))
+                shared_bytes = b_bytes + min(step_bytes * stages + w_bytes, room)
+                paced = forward_keeps_pace(problem.norm, held, cluster, vector > 1, full=slab == per_thread * group)
+                staged = staged_definitions(per_thread, cluster, takes_part(name, held), paced, gaps=gaps)
+                return ForwardConfig(
+                    "forward_staged.cu",
+                    "forward_staged",
+                    (*definitions, *staged),
+                    threads,
+                    group,
+                    slab_columns=slab,
+                    cluster=cluster,
+                    stages=stages,
+                    shared_bytes=max(shared_bytes, min(b_bytes + room, device.shared_bytes // (blocks + 1))),
+                    drawn_part=_drawn_part(problem.norm, name, held, cluster, blocks),
+                    lead=_forward_lead(problem.norm, per_thread, cluster) if paced else 0,
+                )
+    return None
+
+
+def forward_definitions(
+    norm: str, x: str, vector: bool, reserved: tuple[str, ...] = reserved_definitions()
+) -> tuple[str, ...]:
+    return (
+        f"LAYER_NORM={int(norm == 'layernorm')}",
+        f"X_TYPE={x}",
+        f"VECTOR={int(vector)}",
+        *reserved,
+        argument_bytes(FORWARD_ARGUMENTS),
+    )

@@ -1,0 +1,124 @@
+"""Every kernel that the launch choices can ask for: what is compiled to know that none spills."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+from typing import NamedTuple
+
+from ...problem import FLOAT_NAMES
+from .backward import (
+    DIRECT_MAX_THREADS,
+    STAGED_FILLING_COLUMNS,
+    backward_definitions,
+    direct_definitions,
+    has_short_rows,
+    may_fill_lanes,
+    may_keep_pace,
+    part_of_warp_lanes,
+)
+from .common import (
+    CLUSTERS,
+    SMALL_BLOCK,
+    WARP,
+    Choice,
+    Device,
+    Kind,
+    columns_per_thread,
+    staged_choice,
+    staged_definitions,
+    triad_definitions,
+)
+from .forward import (
+    direct_forward_definitions,
+    forward_choice,
+    forward_definitions,
+    forward_keeps_pace,
+    forward_part_of_warp_lanes,
+)
+
+
+class Variant(NamedTuple):
+    """One compilation: a source file, its kernels, its definitions."""
+
+    file: str
+    kernels: tuple[str, ...]
+    definitions: tuple[str, ...]
+
+
+def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
+    """Every compilation that the functions above can ask for on a device of this compute capability."""
+    device = Device(compute_capability, multiprocessors=1, shared_bytes=0)
+    for norm, x, dy, want_db, vector in product(
+        ("rmsnorm", "layernorm"), FLOAT_NAMES, FLOAT_NAMES, (False, True), (False, True)
+    ):
+        # RMSNorm has no db; where types differ, kernels sum it in any case.
+        if want_db < (x != dy) or want_db > (norm == "layernorm" or x != dy):
+            continue
+        definitions = backward_definitions(norm, x, dy, want_db, vector)
+        for threads in DIRECT_MAX_THREADS[vector][: 1 if device.has_clusters else None]:
+            direct = (*definitions, *direct_definitions(columns_per_thread(x), threads, vector))
+            yield Variant("backward_direct.cu", ("backward_direct",), direct)
+        split = (*definitions, f"COLUMNS_PER_THREAD={columns_per_thread(x)}")
+        yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), split)
+        kind = (norm, x, dy, want_db, vector)
+
+        def choices(cluster: int, device: Device, kind: Kind = kind) -> Choice:
+            filling: Choice = ((STAGED_FILLING_COLUMNS,),) if may_fill_lanes(kind, cluster, device) else ()
+            return (*staged_choice(kind[1], kind[2], kind[4], cluster, device), *filling)
+
+        parts = part_of_warp_lanes(x, vector, choices(1, device), device)
+        for per_thread in parts:
+            direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, True))
+            yield Variant("backward_direct.cu", ("backward_direct",), direct)
+        paced_of = functools.partial(may_keep_pace, kind)
+        short_of = functools.partial(has_short_rows, x, vector)
+        yield from _staged_variants("backward_staged", definitions, x, device, choices, parts, paced_of, short_of)
+    for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
+        definitions = forward_definitions(norm, x, vector)
+        routes = (*definitions, *direct_forward_definitions(columns_per_thread(x)))
+        yield Variant("forward.cu", ("forward_direct", "forward_swept"), routes)
+        choices = functools.partial(forward_choice, norm, x, vector)
+        parts = forward_part_of_warp_lanes(x, vector, choices(1, device), device)
+        for per_thread in parts:
+            direct = (*definitions, *direct_forward_definitions(per_thread, True))
+            yield Variant("forward.cu", ("forward_direct",), direct)
+
+        def paced(held: tuple[int, int], cluster: int, full: bool, norm: str = norm, vector: bool = vector) -> bool:
+            return forward_keeps_pace(norm, held, cluster, vector, full)
+
+        yield from _staged_variants("forward_staged", definitions, x, device, choices, parts, paced, lambda *_: False)
+    for x, streaming in product(FLOAT_NAMES, (False, True)):
+        yield Variant("triad.cu", ("triad",), triad_definitions(x, streaming))
+
+
+def _staged_variants(
+    kernel: str,
+    definitions: tuple[str, ...],
+    x: str,
+    device: Device,
+    choice_of: Callable[[int, Device], Choice],
+    part_of_warp: Iterable[int],
+    paced_of: Callable[[tuple[int, int], int, bool], bool],
+    short_of: Callable[[int, int], bool],
+) -> Iterator[Variant]:
+    """One for every pair of columns a thread and blocks a cluster, two where only some rows keep pace, are short, or
+    have gaps between them."""
+    if not device.has_clusters:
+        return
+    clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
+    pairs = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
+    parts = {(n, 1, True) for n in part_of_warp}
+    wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
+    for per_thread, cluster, part in sorted(wholes | parts):
+        warp_or_less = part or per_thread <= columns_per_thread(x)
+        groups = (1, WARP // 2, WARP) if part else (1, WARP) if warp_or_less else (WARP, 2 * WARP)
+        paces = sorted({paced_of((per_thread, g), cluster, full) for g, full in product(groups, (False, True))})
+        fills_warp = WARP * per_thread  # as the blocks of clusters all do
+        least_columns = (1, fills_warp) if cluster == 1 and not part else (fills_warp,)
+        shorts = sorted({short_of(per_thread, n) for n in least_columns})
+        gaps = (False, True) if warp_or_less and cluster == 1 else (False,)
+        for paced, short, gap in product(paces, shorts, gaps):
+            staged = (*definitions, *staged_definitions(per_thread, cluster, part, paced, short, gap))
+            yield Variant(f"{kernel}.cu", (kernel,), staged)

@@ -1,0 +1,300 @@
+"""How many blocks run, and who does what: row walkers, column blocks, the final reduction, pace."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...problem import NormProblem
+from .common import (
+    ITEMSIZE,
+    STAGED_MAX_THREADS,
+    STEP_COUNTERS,
+    WARP,
+    BackwardConfig,
+    Device,
+    ForwardConfig,
+    compute_itemsize,
+    divide_up,
+    kernels_sum_db,
+    name_of,
+)
+
+DRAWN_LEAST_STEPS = 16  # of a walker, from which on some are drawn: DRAWN_PART of forward.py
+# One walker on a multiprocessor then beats two: LayerNorm, 1017x4096, where walkers met, 19.7 us, 21.0 with two.
+FEW_ROWS_A_WALKER = 4
+# With fewer steps a walker there are as few walkers as take no more steps each, if these are such a part or more:
+# where 132 take 15 or 16, 128 take 16. 100 MB, RMSNorm, N=4096 36.2 → 35.6 us, 16384 36.2 → 35.8; 25 MB, 768, with 227
+# of 264, 16.8 → 16.3, LayerNorm 1280, with 102 of 132, 19.5 → 18.9; forward, LayerNorm, 100 MB, N=65536 26.5 → 25.5,
+# RMSNorm 8192 24.0 → 23.6. Not off 16 bytes, where fewer multiprocessors lost (4096 36.0 → 37.3), nor beside column
+# blocks (LayerNorm, 25 MB, 1536 18.0 → 19.2, but 2560 16.8 → 16.0), nor forward where several blocks share a
+# multiprocessor (LayerNorm 512 23.9 → 24.5).
+EVEN_BELOW_STEPS, EVEN_LEAST_WALKERS = 48, 3 / 4
+WORKSPACE_BYTES = 64 << 20
+KEPT_BYTES = 16 << 20  # of workspace, for each stream; a call that needs more allocates its own
+KEPT_COUNTER_BYTES = 64 << 10  # of these, for meetings of up to 8000 blocks
+STEP_COUNTERS_BYTES = STEP_COUNTERS * 128
+# Where x, dy and dx together take at least the first and at most the second, x and dy are read so that they leave the
+# L2 cache first, but not beside column blocks. RMSNorm, 25 MB, N=1024 15.8 → 15.3 us; 50 MB, N=16384 24.2 → 23.2. With
+# 10 MB it gained nothing, with 75 MB little, and with 1 GB it took 3 to 13% longer.
+READ_ONCE_BYTES = (16 << 20, 50 << 20)
+# Where x, dy and dx take at most so many bytes, and column blocks (column_blocks.cuh) at most so many rows for each of
+# their threads, these sum dw and db, and row walkers find dx alone. By whether db is summed; rows also by the sectors
+# of memory that a slice of columns is wide: one, two, or more. RMSNorm, 64x1024 9.6 → 6.8 us, 1628x2560 17.7 → 14.8;
+# LayerNorm, 64x4096 12.7 → 7.9, 407x10240 21.8 → 15.8. Beyond these limits some lengths lost: RMSNorm, 36 MB, N=131072
+# 9%, 3800x512, with 30 rows of a sector, 4%; LayerNorm, 3255x1280, with 51 of two, 6%, without db, 31 MB, N=65536 14%.
+# Some lose within them: RMSNorm 65536 4 to 5% from 28 MB on, LayerNorm 32768 4% from 34 MB on, without db 65536 7% at
+# 25 MB.
+COLUMN_BLOCKS_BYTES = {
+    False: {"rmsnorm": 32 << 20, "layernorm": 24 << 20},
+    True: {"rmsnorm": 36 << 20, "layernorm": 36 << 20},
+}
+COLUMN_BLOCK_ROWS = {False: (28, 52, 76), True: (44, 48, 72)}
+COLUMN_BLOCK_ROWS_ALONE = (20, 22, 40)  # without dx: 25 MB, N=1024, with 32 rows of a sector, 15.2 → 17.0 us
+COLUMN_BLOCK_LARGE_ROW = 4 / 3  # what a row of a larger type counts: float32, 25 MB, N=65536, 64 rows, 17.9 → 20.1 us
+SECTOR_BYTES = 32
+# So many column blocks, and as many times more as there may be blocks on a multiprocessor. On a small device fewer, so
+# that at least so many walkers are left for each cluster of them; without dx, in small clusters, twice as many:
+# LayerNorm, 814x5120 17.8 → 14.4 us.
+COLUMN_BLOCKS = 64
+COLUMN_BLOCKS_WALKERS = 3 / 4
+# Half as many where more walkers have something to do, by the blocks of a cluster, with at most so many rows of a
+# thread, without and with db: 25 MB, LayerNorm, N=4096 16.1 → 15.6 us, 32768 19.2 → 17.0; RMSNorm, 12 MB, 4096 10.7 →
+# 10.3, 25 MB 15.0 → 15.4, but 32768 17.6 → 15.6. Larger clusters lost (LayerNorm, 25 MB, N=131072 21.2 → 26.1), as did
+# larger types and slices of two sectors; off 16 bytes LayerNorm, 61x8191, by 15%.
+HALF_COLUMN_BLOCKS_ROWS = {1: (50, 64), 2: (50, 64), 4: (64, 64)}
+# From so many columns on one row alone gains: LayerNorm 7.6 → 6.9 us, of 1024 6.2 → 6.6; where dw and db have another
+# type than their sums, in any case.
+COLUMN_BLOCKS_ONE_ROW = 4096
+ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction
+REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
+REDUCTION_BATCH = 10  # kReductionBatch of reduction.cuh
+
+
+class Grid(NamedTuple):
+    """The blocks of a backward launch."""
+
+    walkers: int  # blocks, clusters, or blocks of one slab, that walk along the rows
+    column_blocks: int = 0  # behind them, blocks that sum dw and db (column_blocks.cuh); 0: the walkers do
+    row_threads: int = 0  # of a column block, that share a column
+
+
+class _ColumnBlocks(NamedTuple):
+    blocks: int  # in whole clusters
+    row_threads: int
+    rows: float  # of each thread, as they count
+    sectors: int  # that a slice is wide
+
+
+def grid(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> Grid:
+    """`blocks_at_once` is how many blocks (clusters) the device holds at the same time."""
+    return _column_blocks_grid(config, problem, blocks_at_once, device) or Grid(
+        partial_rows(config, problem, blocks_at_once, device)
+    )
+
+
+def _column_blocks_grid(
+    config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device
+) -> Grid | None:
+    """None where column blocks are not worth it."""
+    least_rows = 1 if problem.narrows_sums or problem.columns >= COLUMN_BLOCKS_ONE_ROW else 2
+    if config.route != "staged" or problem.rows < least_rows or not (problem.want_dw or problem.want_db):
+        return None
+    if _data_bytes(problem) > COLUMN_BLOCKS_BYTES[kernels_sum_db(problem)][problem.norm]:
+        return None
+    steps = divide_up(problem.rows, config.groups)
+    # Blocks on a multiprocessor, of 256 threads in all, where there is a step for each. Column blocks that are few
+    # enough have one for themselves: LayerNorm, 2600x640, 12.8 → 11.9 us; but not blocks of a warp or two: 480x1024
+    # with gaps, 9.1 → 12.1.
+    together = 1
+    if steps * config.cluster > device.multiprocessors:
+        together = divide_up(blocks_at_once * config.cluster, device.multiprocessors)
+        together = max(1, min(together, STAGED_MAX_THREADS // config.threads))
+
+    if not problem.want_dx:
+        found = _column_blocks(config, problem, COLUMN_BLOCKS * together * (2 if config.cluster <= 2 else 1))
+        return found and Grid(0, found.blocks, found.row_threads)
+
+    def walkers_beside(found: _ColumnBlocks, most: int) -> int:
+        spread = found.blocks <= most and config.threads >= 4 * WARP
+        room = device.multiprocessors * (1 if spread else together) // config.cluster
+        return min(steps, min(blocks_at_once, room) - found.blocks // config.cluster)
+
+    for most in (COLUMN_BLOCKS, COLUMN_BLOCKS // 2, COLUMN_BLOCKS // 4):
+        found = _column_blocks(config, problem, most * together)
+        if found is None:
+            return None
+        walkers = walkers_beside(found, most)
+        if walkers < steps and together == 1 and (half := _half_as_many_column_blocks(config, problem, most // 2)):
+            found, walkers = half, walkers_beside(half, most)
+        if walkers >= min(steps, COLUMN_BLOCKS_WALKERS * (found.blocks // config.cluster)):
+            return Grid(walkers, found.blocks, found.row_threads)
+    return None
+
+
+def has_column_blocks(config: BackwardConfig, problem: NormProblem, device: Device) -> bool:
+    """Before it is known how many blocks the device holds at the same time: with as many as there may be."""
+    blocks_at_once = device.multiprocessors * (STAGED_MAX_THREADS // config.threads)
+    return _column_blocks_grid(config, problem, blocks_at_once, device) is not None
+
+
+def _half_as_many_column_blocks(config: BackwardConfig, problem: NormProblem, most: int) -> _ColumnBlocks | None:
+    x, dy = problem.x_dtype.itemsize, ITEMSIZE[name_of(problem.dy_dtype)]
+    most_rows = HALF_COLUMN_BLOCKS_ROWS.get(config.cluster)
+    if most_rows is None or x != 2 or dy != 2 or "VECTOR=1" not in config.definitions:
+        return None
+    found = _column_blocks(config, problem, most)
+    if found is None or found.sectors <= 2 or found.blocks < most or found.rows > most_rows[kernels_sum_db(problem)]:
+        return None
+    return found
+
+
+def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int) -> _ColumnBlocks | None:
+    """At most so many; None where their threads would have too many rows."""
+    x, dy = problem.x_dtype.itemsize, ITEMSIZE[name_of(problem.dy_dtype)]
+    itemsize = min(x, dy)
+    vector = 16 // itemsize if "VECTOR=1" in config.definitions else 1
+    column_threads = SECTOR_BYTES // (itemsize * vector)
+    while divide_up(problem.columns, column_threads * vector) > most:
+        if config.threads % (2 * column_threads):
+            break
+        column_threads *= 2
+    slices = divide_up(problem.columns, column_threads * vector)
+    row_threads = config.threads // column_threads
+    found = _ColumnBlocks(
+        blocks=divide_up(min(slices, most), config.cluster) * config.cluster,
+        row_threads=row_threads,
+        rows=divide_up(problem.rows, row_threads) * divide_up(slices, most) * _counts_as_rows(x, dy),
+        sectors=column_threads * vector * itemsize // SECTOR_BYTES,
+    )
+    most_rows = COLUMN_BLOCK_ROWS[kernels_sum_db(problem)] if problem.want_dx else COLUMN_BLOCK_ROWS_ALONE
+    return found if found.rows <= most_rows[min(found.sectors, 3) - 1] else None
+
+
+def _counts_as_rows(x_itemsize: int, dy_itemsize: int) -> float:
+    """What a row of these types counts; where they differ in size, as many as vectors of the smaller are its mean."""
+    if x_itemsize == dy_itemsize:
+        return 1 if x_itemsize == 2 else COLUMN_BLOCK_LARGE_ROW
+    return divide_up(x_itemsize + dy_itemsize, 2 * min(x_itemsize, dy_itemsize))
+
+
+def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> int:
+    """How many row walkers (blocks, clusters, or blocks of one slab) run, each with a partial row of dw and db.
+
+    `blocks_at_once` is how many blocks (clusters) the device holds at the same time.
+    """
+    walkers = divide_up(blocks_at_once, config.slabs) if config.route == "split" else blocks_at_once
+    if problem.rows <= FEW_ROWS_A_WALKER * walkers:
+        walkers = min(walkers, device.multiprocessors)
+    bytes_a_row = problem.columns * compute_itemsize(problem.x_dtype.name) * (2 if problem.want_db else 1)
+    steps = divide_up(problem.rows, config.groups)
+    walkers = min(walkers, max(1, WORKSPACE_BYTES // 2 // bytes_a_row), 1 if steps <= ONE_WALKER_STEPS else steps)
+    walkers = max(1, walkers)
+    return _evenly(steps, walkers) if config.route == "staged" and "VECTOR=1" in config.definitions else walkers
+
+
+def _evenly(steps: int, walkers: int) -> int:
+    """As few walkers as take no more steps each than so many do, where steps are few and few walkers are left out."""
+    each = divide_up(steps, walkers)
+    fewer = divide_up(steps, each)
+    return fewer if each < EVEN_BELOW_STEPS and fewer >= EVEN_LEAST_WALKERS * walkers else walkers
+
+
+def forward_walkers(config: ForwardConfig, rows: int, blocks_at_once: int, device: Device) -> int:
+    """Of a forward launch; `blocks_at_once` is how many blocks (clusters) the device holds at the same time."""
+    steps = divide_up(rows, config.groups)
+    walkers = min(blocks_at_once, steps)
+    alone = config.kernel == "forward_staged" and blocks_at_once * config.cluster <= device.multiprocessors
+    fewer = _evenly(steps, walkers) if alone else walkers
+    drawn = forward_steps(config, rows, fewer)[2]  # then whoever is done first takes more
+    return walkers if drawn else fewer
+
+
+def reads_once(problem: NormProblem) -> bool:
+    """Whether the staged kernels' reads of x and dy say that these need not stay in the L2 cache; dx always counts."""
+    least, most = READ_ONCE_BYTES
+    return least <= _data_bytes(problem) <= most
+
+
+def _data_bytes(problem: NormProblem) -> int:
+    """Of x, dy and dx, whether it is wanted or not."""
+    itemsizes = 2 * problem.x_dtype.itemsize + ITEMSIZE[name_of(problem.dy_dtype)]
+    return problem.rows * problem.columns * itemsizes
+
+
+def pace(config: BackwardConfig | ForwardConfig, rows: int, walkers: int) -> tuple[int, int]:
+    """How many quarters of a step ahead of the average a walker may be (0: as it likes), and counters of steps."""
+    long = takes_at_least(rows, config.paced_steps, config.groups, walkers)
+    return config.lead if long else 0, config.step_counters
+
+
+def takes_at_least(rows: int, steps: int, groups: int, walkers: int) -> bool:
+    """So many steps of each walker."""
+    return divide_up(rows, groups) >= steps * walkers
+
+
+def least_steps(groups: int, rows: int, walkers: int) -> int:
+    """Of each walker, of `groups` rows; some may have one more."""
+    return divide_up(rows, groups) // walkers if walkers else 0
+
+
+def forward_steps(config: ForwardConfig, rows: int, walkers: int) -> tuple[int, int, int]:
+    """At least so many steps of each walker, the rows that the walkers take in these, and the steps that are drawn."""
+    all_steps = divide_up(rows, config.groups)
+    steps = int(all_steps * (1 - config.drawn_part)) // walkers
+    # What the ring begins with is not drawn.
+    if not config.drawn_part or all_steps < DRAWN_LEAST_STEPS * walkers or steps < config.stages:
+        return least_steps(config.groups, rows, walkers), rows, 0
+    return steps, steps * walkers * config.groups, all_steps - steps * walkers
+
+
+# Clusters that an H100 or H200 with 132 multiprocessors holds at once, one block on each, by cluster size.
+_CLUSTERS_OF_132 = {2: 66, 4: 30, 8: 15, 16: 7}
+
+
+def usual_clusters(cluster: int, device: Device) -> int:
+    """With one block on each multiprocessor; of units that were not looked at, as many as have room."""
+    known = _CLUSTERS_OF_132 if device.multiprocessors == 132 else {}
+    return known.get(cluster, device.multiprocessors // cluster)
+
+
+def clusters_at_once(reported: int, cluster: int, device: Device) -> int:
+    """How many clusters walk the rows, given what the driver reports for this very unit.
+
+    Units of one model differ in which multiprocessors are switched off, and so in what they report; the walkers
+    set the order of the sums in dw and db, which are to be the same on all of them.
+    """
+    if cluster == 1 or device.multiprocessors != 132:
+        return reported
+    usual = usual_clusters(cluster, device)
+    return usual * max(1, round(reported / usual))
+
+
+def sums_walkers(config: BackwardConfig, problem: NormProblem, device: Device) -> int:
+    """Blocks that walk rows in the first sweep of the split route: 8 for a multiprocessor, no partial rows to pay."""
+    return max(1, min(problem.rows, divide_up(8 * device.multiprocessors, config.slabs)))
+
+
+def partial_row_stride(columns: int) -> int:
+    """Elements from one partial row to the next: partial_row_stride of reduction.cuh."""
+    return divide_up(columns, 4) * 4
+
+
+def meeting_bytes(blocks: int) -> int:
+    """struct Meeting of reduction.cuh, for a launch of so many blocks."""
+    return STEP_COUNTERS_BYTES + 8 * (3 + blocks)
+
+
+def reduction_row_threads(threads: int, blocks: int, partial_rows: int, problem: NormProblem) -> int:
+    """Threads that share a column in the final reduction, of blocks with so many threads.
+
+    What a block waits for memory is to be short: its share of the slices, times the batches of partial rows in each.
+    """
+    threads = 1 << (threads.bit_length() - 1)
+    outputs = int(problem.want_dw) + int(problem.want_db)
+
+    def waits(row_threads: int) -> int:
+        slices = outputs * divide_up(problem.columns, threads // row_threads * REDUCTION_RUN)
+        batches = divide_up(partial_rows, row_threads * REDUCTION_BATCH)
+        return divide_up(slices, blocks) * (batches + (row_threads > 1))
+
+    return min((1 << power for power in range(threads.bit_length() - 1)), key=waits)
