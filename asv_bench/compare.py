@@ -141,11 +141,11 @@ def one_turn(script: str, folder: Path, turn: int, arguments: Sequence[str]) -> 
 
 def set_constants(settings: dict[str, Any]) -> None:
     """Of the launch choices of this process's cupynorm: a package, whose modules have names from each other (in older
-    trees one module)."""
+    trees one module). What was computed from a constant when its module was imported does not change with it."""
     from cupynorm import cli
     from cupynorm.cuda import config
 
-    modules = [module for name, module in sys.modules.items() if name.startswith(config.__name__)]
+    modules = [module for name, module in sys.modules.items() if f"{name}.".startswith(f"{config.__name__}.")]
     for name, value in settings.items():
         having = [module for module in modules if hasattr(module, name)]
         if not having:

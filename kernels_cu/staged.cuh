@@ -3,9 +3,10 @@
 // A row is split by columns over the CLUSTER blocks of a cluster, `slab_columns` each, COLUMNS_PER_THREAD a thread. Where
 // CLUSTER is 1, a block may hold several `groups` of `group_threads` threads (a power of two then), each with a row of its
 // own; the rows of a block lie one after the other in memory, with ROW_GAPS at one distance, and come with what lies between
-// them. A block keeps `stages` steps, of a row for each group, in flight, by bulk copies into its ring. A step comes in several copies, one for each team of neighbouring warps: the last of
-// them that is done with it asks for more. Smaller teams wait less for each other, but lost where they made many small
-// copies, of which a multiprocessor perhaps takes only one in some 50 cycles.
+// them. A block keeps `stages` steps, of a row for each group, in flight, by bulk copies into its ring. A step comes in
+// several copies, one for each team of neighbouring warps: the last of them that is done with it asks for more. Smaller teams
+// wait less for each other, but lost where they made many small copies, of which a multiprocessor perhaps takes only one in
+// some 50 cycles.
 //
 // With VECTOR = 0 rows may start anywhere: the copy takes the 16-byte words that cover the rows, at most 15 bytes more
 // on either side, in words that hold at least one byte of a row.

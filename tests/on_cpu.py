@@ -13,6 +13,8 @@ import ctypes
 import re
 import shutil
 import subprocess
+from collections import deque
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +70,7 @@ class KernelsOnCpu(FakeDevice):
         monkeypatch.setattr(self.cupy.cuda.driver, "funcSetAttribute", lambda *_: None)
         self.functions: list[int] = []  # of each launch so far
         self._alive: list[Any] = []  # arrays made since the kernels ran last, which run later than a device's would
+        self._bounds: deque[tuple[int, int]] = deque(maxlen=64)  # of the arrays made last
 
     def _kernel(self, file: str, name: str, definitions: tuple[str, ...] = ()) -> SimpleNamespace:
         kernel: SimpleNamespace = super()._kernel(file, name, definitions)
@@ -76,7 +79,12 @@ class KernelsOnCpu(FakeDevice):
 
     def array(self, *arguments: Any, **options: Any) -> Any:
         self._alive.append(super().array(*arguments, **options))
+        self._bounds.append(ends_of(self._alive[-1]))
         return self._alive[-1]
+
+    def ends_with(self, view: Any) -> None:
+        """What lies in the array made last, but behind this view of it, is not to be read."""
+        self._bounds[-1] = ends_of(view)
 
     def _launch(self, function: int, *others: int) -> None:
         super()._launch(function, *others)
@@ -90,7 +98,11 @@ class KernelsOnCpu(FakeDevice):
             assert "CLUSTER=1" in definitions or not any(text.startswith("CLUSTER=") for text in definitions)
             threads, shared_bytes = self._shapes[function]
             arguments = ctypes.create_string_buffer(launched.arguments, len(launched.arguments))
-            self._library(file, name, definitions).run(arguments, *launched.grid[:2], threads, shared_bytes)
+            library = self._library(file, name, definitions)
+            bounds = (ctypes.c_ulonglong * (2 * len(self._bounds)))(*chain.from_iterable(self._bounds))
+            if hasattr(library, "know_arrays"):  # a kernel that copies in bulk
+                library.know_arrays(bounds, len(self._bounds))
+            library.run(arguments, *launched.grid[:2], threads, shared_bytes)
             ran.append(" ".join((name, *definitions)))
         self.launched.clear()
         self.functions.clear()
@@ -115,10 +127,16 @@ class KernelsOnCpu(FakeDevice):
         return self._compiled[kernel]
 
 
-def values(array: Any) -> np.ndarray[Any, Any]:
-    """A CuPy array of the stand-in's as NumPy's, over the same memory."""
+def ends_of(array: Any) -> tuple[int, int]:
+    """The first and the last address of a CuPy array of the stand-in's."""
     reach = sum(stride * (extent - 1) for stride, extent in zip(array.strides, array.shape, strict=True))
-    memory = (ctypes.c_char * (reach + array.dtype.itemsize)).from_address(array.data.ptr)
+    return array.data.ptr, array.data.ptr + reach + array.dtype.itemsize - 1
+
+
+def values(array: Any) -> np.ndarray[Any, Any]:
+    """The same as NumPy's, over the same memory."""
+    first, last = ends_of(array)
+    memory = (ctypes.c_char * (last + 1 - first)).from_address(first)
     return np.ndarray(array.shape, array.dtype, memory, strides=array.strides)
 
 

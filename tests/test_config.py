@@ -14,6 +14,7 @@ from test_cuda_runtime import LENGTHS, rows_of
 from test_promises import concurrent_cases, containment_cases
 
 from cupynorm.cuda import config
+from cupynorm.cuda.config.variants import variants
 from cupynorm.problem import NormProblem
 
 # Multiprocessors and shared memory a block of a T4, A100, H200, B200 and an RTX 5090.
@@ -90,7 +91,7 @@ def device(request):
 
 @functools.cache
 def compiled_for(device):
-    return {(v.file, v.definitions) for v in config.variants.variants(device.compute_capability)}
+    return {(v.file, v.definitions) for v in variants(device.compute_capability)}
 
 
 @pytest.mark.parametrize(("norm", "rows"), [("layernorm", 4096), ("rmsnorm", 4096), ("rmsnorm", 1 << 20)])
@@ -99,9 +100,12 @@ def compiled_for(device):
 @pytest.mark.parametrize("x", DTYPES)
 def test_backward_configs_hold_their_rows(device, x, dy, aligned, norm, rows):
     compiled = compiled_for(device)
-    for columns in COLUMNS:
-        chosen = config.backward_config(backward(columns, x, dy, rows, norm), aligned, device)
-        at = f"{columns} columns: {chosen}"
+    for columns, (x_gap, dy_gap) in product(COLUMNS, ((0, 0), (8, 0), (0, 16))):
+        problem = replace(
+            backward(columns, x, dy, rows, norm), x_row_stride=columns + x_gap, dy_row_stride=columns + dy_gap
+        )
+        chosen = config.backward_config(problem, aligned, device)
+        at = f"{columns} columns, {x_gap} and {dy_gap} between rows: {chosen}"
         vector = "VECTOR=1" in chosen.definitions
         assert (chosen.slabs - 1) * chosen.slab_columns < columns <= chosen.slabs * chosen.slab_columns, at
         per_thread = defined(chosen, "COLUMNS_PER_THREAD")
@@ -635,7 +639,7 @@ def test_the_readmes_lengths_are_read_once(norm, names, x, dy, aligned, columns)
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("x", DTYPES)
 def test_forward_configs_hold_their_rows(device, x, aligned):
-    compiled = {(v.file, v.definitions) for v in config.variants.variants(device.compute_capability)}
+    compiled = compiled_for(device)
     for columns, gap in product(COLUMNS, (0, 8)):
         problem = replace(
             backward(columns, x, x), direction="forward", dy_dtype=None, dy_row_stride=0, x_row_stride=columns + gap

@@ -54,7 +54,24 @@ inline Sources load_sources(SharedAddress address) { return *reinterpret_cast<co
 inline void store_sources(SharedAddress address, const Sources& sources) { *reinterpret_cast<Sources*>(address) = sources; }
 
 inline void fence_barrier_init() {}
+// Memory of the arrays that there are: first and last address of each. A copy's words all hold a byte of one of them.
+namespace on_cpu {
+inline const SharedAddress* arrays;
+inline int array_count;
+inline void check_source(SharedAddress source, int bytes) {
+    for (int i = 0; i < array_count; ++i) {
+        if (source + 15 >= arrays[2 * i] && source + bytes - 16 <= arrays[2 * i + 1]) return;
+    }
+    fail("a bulk copy reads what lies in no array");
+}
+}  // namespace on_cpu
+extern "C" void know_arrays(const SharedAddress* bounds, int count) {
+    on_cpu::arrays = bounds;
+    on_cpu::array_count = count;
+}
+
 inline void bulk_copy(SharedAddress target, const void* source, int bytes, Barrier barrier) {
+    if (on_cpu::array_count) on_cpu::check_source(SharedAddress(source), bytes);
     const auto start = SharedAddress(on_cpu::shared);
     if ((target | SharedAddress(source) | unsigned(bytes)) % 16) on_cpu::fail("a bulk copy is off 16 bytes");
     if (target < start || target + bytes > start + on_cpu::shared_bytes) on_cpu::fail("a bulk copy leaves shared memory");

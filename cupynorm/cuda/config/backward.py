@@ -37,7 +37,7 @@ from .common import (
     part_definitions,
     reserved_definitions,
     reserved_of,
-    rows_follow,
+    rows_share_copies,
     short_row,
     slab_of,
     staged_choice,
@@ -202,7 +202,7 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
     name, dy_name = problem.x_dtype.name, name_of(problem.dy_dtype)
     width = vector_width(name, dy_name) if vector else 1
     small, strides = is_short(problem), (problem.x_row_stride, problem.dy_row_stride)
-    several = rows_follow(problem, vector, MOST_COPIED_GAPS, *strides)
+    several = rows_share_copies(problem, vector, MOST_COPIED_GAPS, *strides)
     gaps = small and have_gaps(problem, *strides)
     if small and not several:
         return None
@@ -403,13 +403,14 @@ def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pa
 def _lead(split: _Split, stages: int, blocks: int, step_bytes: int) -> int:
     """In quarters of a step, given the blocks of a multiprocessor and the bytes of a step.
 
-    RMSNorm's rows with gaps keep no pace where they are of a warp that 24 columns a thread do not fill, eight blocks on
-    a multiprocessor. An H100, 1 GB, N=640 432 → 373 us, 704 392 → 370, 576 377 → 375, 100 MB 53.0 → 50.8, 52.4 → 50.7,
-    54.0 → 51.6; but 832 359 → 369, 1152 353 → 364, 1408 351 → 361, 1920 344 → 356.
+    RMSNorm's rows of a warp that 24 columns a thread do not fill keep no pace where eight blocks share a
+    multiprocessor, which is so of rows with gaps alone. 16-bit types, an H100, 1 GB, N=640 432 → 373 us, 704 392 → 370,
+    576 377 → 375, 100 MB 53.0 → 50.8, 52.4 → 50.7, 54.0 → 51.6; but 832 359 → 369, 1152 353 → 364, 1408 351 → 361, 1920
+    344 → 356.
     """
     (norm, x, *_), per_thread, group, cluster, slab, *_ = split
-    crowded = norm == "rmsnorm" and blocks > MOST_BLOCKS_A_COUNTER[norm] and per_thread == 24 and group == WARP
-    if crowded and slab < per_thread * group:
+    crowded = norm == "rmsnorm" and ITEMSIZE[x] == 2 and blocks > MOST_BLOCKS_A_COUNTER[norm]
+    if crowded and per_thread == 24 and group == WARP and slab < per_thread * group:
         return 0
     if per_thread == STAGED_FILLING_COLUMNS:
         return LEAD_FILLING if ITEMSIZE[x] == 2 else LEAD_FILLING_FLOAT32[group]

@@ -23,14 +23,14 @@ STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, tuple[int, ...]]] = {
     True: {"float32": (24, 32, 40), "float64": (16,)},
     False: {"float32": (20, 24, 28, 32, 36, 40), "float64": (16,)},
 }
-STAGED_COLUMNS_OF_BLOCKS_ALONE = (20,)  # of clusters each block has more of a row than that
 # Of rows of a warp or less: columns a thread, beside columns_per_thread(), and on how many lanes at least and at
 # most. Those are chosen that cover least beyond the row (short_row()).
 PartLanes = dict[int, tuple[int, int]]
-# MOST_COPIED_GAPS of backward.py, for larger types and both passes. Float32: 512 with 8 121.1 → 111.4 us, LayerNorm
-# 123.1 → 112.3, forward 79.2 → 73.5, 79.9 → 76.5, 256 with 64 118.7 → 125.4, 121.0 → 126.7, 79.2 → 81.0, 80.7 → 83.8
-# (not there); single columns, with 1, 512 135.3 → 114.5, 138.1 → 115.9, 78.4 → 74.1, 80.8 → 79.9, 300 167.2 → 116.0,
-# 183.3 → 116.6, 84.9 → 75.0, 87.0 → 78.8; larger gaps of these and float64 were not timed.
+# MOST_COPIED_GAPS of backward.py, for larger types and both passes. Float32, 300 MB, an H100, direct and so, in
+# vectors: RMSNorm N=512 with gaps of 8 columns 121.1 → 111.4 us, LayerNorm 123.1 → 112.3, forward 79.2 → 73.5, 79.9 →
+# 76.5, 256 with 64 118.7 → 125.4, 121.0 → 126.7, 79.2 → 81.0, 80.7 → 83.8 (not there); single columns, with 1, 512
+# 135.3 → 114.5, 138.1 → 115.9, 78.4 → 74.1, 80.8 → 79.9, 300 167.2 → 116.0, 183.3 → 116.6, 84.9 → 75.0, 87.0 → 78.8;
+# larger gaps of these and float64 were not timed.
 MOST_COPIED_GAPS_LARGE = {True: 1.17, False: 1.25}
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 # Of 16-bit types, where the largest cluster has no room for the row otherwise (1 GB, N=262144: RMSNorm 555 us in two
@@ -136,8 +136,8 @@ def kernels_sum_db(problem: NormProblem) -> bool:
     return problem.want_db or problem.x_dtype != problem.dy_dtype
 
 
-def rows_follow(problem: NormProblem, vector: bool, gaps: dict[bool, dict[str, float]], *strides: int) -> bool:
-    """Whether a block may have several rows: they follow one another, or take a warp or less and the gaps are small."""
+def rows_share_copies(problem: NormProblem, vector: bool, gaps: dict[bool, dict[str, float]], *strides: int) -> bool:
+    """Whether a block may have several rows: they follow one another, or take a warp or less and have small gaps."""
     if not is_short(problem):
         return not have_gaps(problem, *strides)
     most = gaps[vector][problem.norm] if problem.x_dtype.itemsize == 2 else MOST_COPIED_GAPS_LARGE[vector]
@@ -177,8 +177,12 @@ def staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) -
 
 
 def several_columns(x: str, vector: bool, cluster: int) -> tuple[int, ...]:
-    several = STAGED_COLUMNS_PER_THREAD[vector][_compute_name(x)]
-    return tuple(n for n in several if cluster == 1 or n not in STAGED_COLUMNS_OF_BLOCKS_ALONE)
+    return asked_for(STAGED_COLUMNS_PER_THREAD[vector][_compute_name(x)], cluster)
+
+
+def asked_for(several: tuple[int, ...], cluster: int) -> tuple[int, ...]:
+    """In place of up to half of the most on eight warps, as clusters have for long rows, there are more on four."""
+    return tuple(n for n in several if cluster == 1 or 2 * n > several[-1])
 
 
 def _usual_columns(x: str) -> tuple[int, ...]:

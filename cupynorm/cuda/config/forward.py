@@ -16,6 +16,7 @@ from .common import (
     ForwardConfig,
     PartLanes,
     argument_bytes,
+    asked_for,
     columns_per_thread,
     compute_itemsize,
     counts_to_try,
@@ -30,7 +31,7 @@ from .common import (
     part_definitions,
     reserved_definitions,
     reserved_of,
-    rows_follow,
+    rows_share_copies,
     several_columns,
     short_row,
     slab_of,
@@ -54,10 +55,11 @@ FORWARD_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
 # 129 662 → 398, 257 625 → 278, 450 367 → 255, LayerNorm 764 → 513, 787 → 482, 711 → 357, 411 → 293; with fewer lanes
 # 9 to 20 lost 10 to 20% (5 gained, 925 → 632, LayerNorm 999 → 738).
 FORWARD_FEW_LANES = 4
-# MOST_COPIED_GAPS of backward.py, for 16-bit types. In vectors: RMSNorm 512 with 64 83.0 → 76.5, 256 with 64 88.2 →
-# 81.5, with 128 86.9 → 88.6 (not there), LayerNorm 85.7 → 80.5, 91.0 → 86.2, 89.6 → 93.5 (not there), 384 with 64
-# 81.4 → 83.8. Single columns: RMSNorm 512 with 1 91.2 → 77.3, with 257 92.7 → 88.7, with 513 92.3 → 103.3 (not
-# there), 129 with 1 124.3 → 125.9, LayerNorm 107.4 → 85.1, 107.5 → 94.1, 107.7 → 110.2, 148.1 → 149.2.
+# MOST_COPIED_GAPS of backward.py, for 16-bit types. 300 MB, an H100, direct and so, in vectors: RMSNorm N=512 with
+# gaps of 64 columns 83.0 → 76.5, 256 with 64 88.2 → 81.5, with 128 86.9 → 88.6 (not there), LayerNorm 85.7 → 80.5,
+# 91.0 → 86.2, 89.6 → 93.5 (not there), 384 with 64 81.4 → 83.8. Single columns: RMSNorm 512 with 1 91.2 → 77.3, with
+# 257 92.7 → 88.7, with 513 92.3 → 103.3 (not there), 129 with 1 124.3 → 125.9, LayerNorm 107.4 → 85.1, 107.5 → 94.1,
+# 107.7 → 110.2, 148.1 → 149.2.
 FORWARD_MOST_COPIED_GAPS = {True: {"rmsnorm": 1.3, "layernorm": 1.3}, False: {"rmsnorm": 1.75, "layernorm": 2.0}}
 # Steps that the forward pass has in flight at least; more where each walker has few steps. 100 MB, LayerNorm with two
 # and three, N=2560 24.3 → 23.4 us, 4096 23.6 → 22.6, 12288 24.6 → 23.4, 20480 25.2 → 23.7; 200 MB 0.5 to 3% less; 400
@@ -91,7 +93,7 @@ FORWARD_ARGUMENTS = "7P4qd9i2h"  # struct ForwardArguments in forward.cuh
 
 
 def forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Device) -> Choice:
-    """The same for the forward pass."""
+    """As staged_choice() of common.py: columns a thread to choose from."""
     if not vector and device.has_large_shared_memory:
         return (several_columns(x, vector, cluster),)
     if ITEMSIZE[x] != 2 or not device.has_large_shared_memory:
@@ -100,7 +102,7 @@ def forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Device
     spills = norm == "layernorm" and x == "float16" and device.compute_capability >= (10, 0)
     many: Choice = () if spills else ((STAGED_MANY_COLUMNS_PER_THREAD,),)
     choice = FORWARD_COLUMNS_PER_THREAD[norm][: -1 if spills else None]
-    return (choice, *(many if cluster >= 8 and norm == "rmsnorm" else ()))
+    return (asked_for(choice, cluster), *(many if cluster >= 8 and norm == "rmsnorm" else ()))
 
 
 def _keeps_b_in_shared(norm: str, x: str, vector: bool, held: tuple[int, int], cluster: int, device: Device) -> bool:
@@ -135,7 +137,7 @@ def _forward_threads_at_once(
 
 
 def forward_part_of_warp_lanes(x: str, vector: bool, choice: Choice, device: Device) -> PartLanes:
-    """The same for the forward pass."""
+    """As part_of_warp_lanes() of backward.py."""
     return of_choice(FORWARD_PART_OF_WARP_LANES[vector].get(ITEMSIZE[x], {}), choice, device)
 
 
@@ -161,12 +163,12 @@ def forward_keeps_pace(norm: str, held: tuple[int, int], cluster: int, vector: b
     return vector and cluster > 1 and (many or gains)
 
 
-def _forward_least_stages(norm: str, x: str, held: tuple[int, int], cluster: int, short: bool) -> int:
-    """`held` is what short_row() or staged_threads() chose; `short` says that each walker has few steps."""
+def _forward_least_stages(norm: str, x: str, held: tuple[int, int], cluster: int, few_steps: bool) -> int:
+    """`held` is what short_row() or staged_threads() chose; `few_steps` is of each walker."""
     more = norm == "layernorm" and held[0] in FORWARD_MORE_STAGES_PART_COLUMNS
     if has_whole_warps(x, held):
         slow = norm == "layernorm" and ITEMSIZE[x] == 2 and cluster == 1 and held[0] in FORWARD_MORE_STAGES_COLUMNS
-        more = short or slow
+        more = few_steps or slow
     return FORWARD_STAGED_MORE_STAGES if more else FORWARD_STAGED_LEAST_STAGES
 
 
@@ -207,10 +209,13 @@ def forward_max_threads(vector: bool) -> int:
 def _forward_staged(
     problem: NormProblem, vector: int, definitions: tuple[str, ...], device: Device
 ) -> ForwardConfig | None:
-    """As for the backward pass. A place in the ring is free again as soon as its row is in registers."""
+    """The smallest cluster whose blocks have room for a ring; None where not even the largest has, or for large gaps.
+
+    A place in the ring is free again as soon as its row is in registers.
+    """
     name = problem.x_dtype.name
     stride, small = problem.x_row_stride, is_short(problem)
-    several = rows_follow(problem, vector > 1, FORWARD_MOST_COPIED_GAPS, stride)
+    several = rows_share_copies(problem, vector > 1, FORWARD_MOST_COPIED_GAPS, stride)
     gaps = small and have_gaps(problem, stride)
     if small and not several:
         return None
@@ -239,8 +244,8 @@ def _forward_staged(
             if stages >= FORWARD_STAGED_LEAST_STAGES:
                 wanted = FORWARD_STAGED_RING_BYTES // (blocks * step_bytes)
                 walkers = usual_clusters(cluster, device) * blocks
-                short = not takes_at_least(problem.rows, FORWARD_SHORT_STEPS, groups, walkers)
-                stages = min(stages, max(_forward_least_stages(problem.norm, name, held, cluster, short), wanted))
+                few_steps = not takes_at_least(problem.rows, FORWARD_SHORT_STEPS, groups, walkers)
+                stages = min(stages, max(_forward_least_stages(problem.norm, name, held, cluster, few_steps), wanted))
                 shared_bytes = b_bytes + min(step_bytes * stages + w_bytes, room)
                 paced = forward_keeps_pace(problem.norm, held, cluster, vector > 1, full=slab == per_thread * group)
                 staged = staged_definitions(per_thread, cluster, takes_part(name, held), paced, gaps=gaps)

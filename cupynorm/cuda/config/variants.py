@@ -48,7 +48,7 @@ class Variant(NamedTuple):
 
 
 def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
-    """Every compilation that the functions above can ask for on a device of this compute capability."""
+    """Every compilation that launch choices can ask for on a device of this compute capability."""
     device = Device(compute_capability, multiprocessors=1, shared_bytes=0)
     for norm, x, dy, want_db, vector in product(
         ("rmsnorm", "layernorm"), FLOAT_NAMES, FLOAT_NAMES, (False, True), (False, True)
