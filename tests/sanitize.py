@@ -30,20 +30,42 @@ SHAPES = (
     (6200, 1024), (1900, 4096), (400, 4095), (500, 16384), (240, 40960), (120, 65536), (60, 262144),
     (51000, 1024), (3200, 7168), (300000, 128), (102000, 512), (1800, 14336), (3200, 16384),
 )  # fmt: skip
+# With gaps of so many elements between rows: of a warp or less, several in a copy; of more, one.
+GAPS = (
+    (40, 128, 8),
+    (3000, 512, 64),
+    (77, 384, 8),
+    (300, 129, 1),
+    (40, 300, 50),
+    (70, 33, 7),
+    (9, 1024, 8),
+    (600, 640, 64),
+)
 
 
 def main() -> None:
     generator = np.random.default_rng(0)
-    for dtype, (rows, columns) in itertools.product((ml_dtypes.bfloat16, np.float32), SHAPES):
-        x = cupy.asarray(generator.standard_normal((rows, columns), np.float32).astype(dtype))
-        dy = x[::-1].copy()
+    shapes = (*((*shape, 0) for shape in SHAPES), *GAPS)
+    for dtype, (rows, columns, gap) in itertools.product((ml_dtypes.bfloat16, np.float32), shapes):
+        values = generator.standard_normal((rows, columns), np.float32).astype(dtype)
+        x, dy = (with_gaps(cupy.asarray(values[::step]), gap) for step in (1, -1))
         w, b = cupy.ones(columns, np.float32), cupy.zeros(columns, np.float32)
         _, rstd = cupynorm.rmsnorm_forward(x, w)
         cupynorm.rmsnorm_backward(x, w, dy, rstd)
         _, mean, rstd = cupynorm.layernorm_forward(x, w, b)
         cupynorm.layernorm_backward(x, w, dy, mean, rstd)
         cupy.cuda.Device().synchronize()
-        print(np.dtype(dtype).name, rows, columns, flush=True)
+        print(np.dtype(dtype).name, rows, columns, gap, flush=True)
+
+
+def with_gaps(array: cupy.ndarray, gap: int) -> cupy.ndarray:
+    """The same rows in an array that ends with the last of them."""
+    rows, columns = array.shape
+    memory = cupy.empty(rows * (columns + gap) - gap, array.dtype)
+    stride = (columns + gap) * array.itemsize
+    view = cupy.lib.stride_tricks.as_strided(memory, array.shape, (stride, array.itemsize))
+    view[...] = array
+    return view
 
 
 if __name__ == "__main__":
