@@ -239,8 +239,8 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int, dtype: s
     outputs = [tuple(poisoned(cupy, like.shape, like.dtype) for like in expected) for _ in streams]
     for closest in (None, 4, 1):  # as usual; a step; so close that walkers may give it up
         if closest:
-            for choice in ("_lead", "_forward_lead"):
-                monkeypatch.setattr(config, choice, lambda *_, quarters=closest: quarters)
+            for module, choice in ((config.backward, "_lead"), (config.forward, "_forward_lead")):
+                monkeypatch.setattr(module, choice, lambda *_, quarters=closest: quarters)
         asked.clear()
         dispatch.plan_of.cache_clear()
         for out in outputs:
@@ -335,7 +335,7 @@ def test_reads_that_leave_the_cache_first(cupy: Any, monkeypatch: pytest.MonkeyP
     asked, decide, results = [], config.reads_once, []
     monkeypatch.setattr(config, "reads_once", lambda problem: asked.append(decide(problem)) or asked[-1])
     for span in ((0, 1 << 40), (1 << 40, 1 << 40)):
-        monkeypatch.setattr(config, "READ_ONCE_BYTES", span)
+        monkeypatch.setattr(config.walkers, "READ_ONCE_BYTES", span)
         dispatch.plan_of.cache_clear()
         results.append(backward(norm, tensors, has_bias=True))
     dispatch.plan_of.cache_clear()
