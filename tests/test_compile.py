@@ -82,8 +82,8 @@ ALLOWED_SPILLS = (
             "sm_120",
             (norm, "DY_TYPE=float64", "WANT_DB=1", "VECTOR=0", "COLUMNS_PER_THREAD=16", "ROW_GAPS=1"),
             most,
-            "By the disassembly: up to five of 168 registers, set before the first row and read once or twice a row; dy "
-            "of float64 beside x of 16 bits, off 16 bytes, with gaps between rows. Not timed.",
+            "By the disassembly: up to five of 168 registers, set before the first row and read once or twice a row: "
+            "dy of float64, x of 16 bits, off 16 bytes, with gaps between rows. Not timed.",
         )
         for norm, most in (("LAYER_NORM=0", 24), ("LAYER_NORM=1", 16))
     ),
