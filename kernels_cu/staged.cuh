@@ -2,8 +2,8 @@
 //
 // A row is split by columns over the CLUSTER blocks of a cluster, `slab_columns` each, COLUMNS_PER_THREAD a thread. Where
 // CLUSTER is 1, a block may hold several `groups` of `group_threads` threads (a power of two then), each with a row of its
-// own; the rows of a block lie one after the other in memory, with ROW_GAPS at one distance, and come with what lies between
-// them. A block keeps `stages` steps, of a row for each group, in flight, by bulk copies into its ring. A step comes in
+// own; the rows of a block lie one after the other in memory, or at one distance, and come with what lies between them
+// (kHasGaps). A block keeps `stages` steps, of a row for each group, in flight, by bulk copies into its ring. A step comes in
 // several copies, one for each team of neighbouring warps: the last of them that is done with it asks for more. Smaller teams
 // wait less for each other, but lost where they made many small copies, of which a multiprocessor perhaps takes only one in
 // some 50 cycles.
@@ -13,8 +13,9 @@
 //
 // Compile-time switches, beside COLUMNS_PER_THREAD and VECTOR:
 //   CLUSTER  blocks of a cluster                  PACED  1: walkers keep pace in long launches (struct Pace)
-//   ROW_GAPS  1: there are gaps between a block's rows. A kernel for both would take longer with single columns, whose place
-//             in x and dy it finds twice: without gaps N=129 476 → 530 us, LayerNorm 257 392 → 434 (1 GB, an H100)
+//   ROW_GAPS  1: there are gaps between a block's rows, of a warp or less. A kernel for both would take longer with single
+//             columns, whose place in x and dy it finds twice: without gaps N=129 476 → 530 us, LayerNorm 257 392 → 434 (1 GB,
+//             an H100)
 //
 // Expects Compute, kVector and Columns.
 #pragma once
@@ -34,7 +35,10 @@ constexpr int kMaxThreads = 256;  // what leaves a thread the registers that it 
 constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kCluster = CLUSTER;  // known when compiled: at N=65536 RMSNorm took 118 us so, 135 us as an argument
 constexpr bool kClustered = kCluster > 1;
-static_assert(!ROW_GAPS || (!kWholeWarps && !kClustered), "longer rows with gaps are one of each block");
+static_assert(!ROW_GAPS || (!kWholeWarps && !kClustered), "of longer rows in vectors a block has one, where there are gaps");
+// Whether there may be gaps between a block's rows. Of single columns in whole warps in any case: a warp's lanes all have the
+// same row, whose place in x and in dy takes no register for each column (152 registers at N=1001, 157 so).
+constexpr bool kHasGaps = ROW_GAPS || (kVector == 1 && kWholeWarps && !kClustered);
 constexpr int kMaxStages = 8;
 // Of a team: two warps where a thread has 32 or 64 columns; forward, where a row takes eight lanes or fewer, too: LayerNorm,
 // N=128, 1 GB, 182.6 → 171.5 us, where a team was a block before. Four in place of two lost 1% of RMSNorm at N=4096 and 7168,
@@ -163,10 +167,10 @@ template <class T, bool kHints> struct RingPart {
         return reinterpret_cast<unsigned long long>(source + row * row_stride);
     }
     // In a place, from the row of one group to that of the next, in elements.
-    __device__ int pitch(const BlockShare& share) const { return ROW_GAPS ? int(row_stride) : share.columns; }
+    __device__ int pitch(const BlockShare& share) const { return kHasGaps ? int(row_stride) : share.columns; }
     // So many elements of `rows` rows, and what lies between these.
     __device__ int with_gaps(const BlockShare& share, int elements, int rows) const {
-        return ROW_GAPS ? elements + (rows - 1) * (pitch(share) - share.columns) : elements;
+        return kHasGaps ? elements + (rows - 1) * (pitch(share) - share.columns) : elements;
     }
     // Of the 16-byte words that cover the rows.
     __device__ int copy_bytes(int64 row, int elements) const {

@@ -659,7 +659,7 @@ def test_forward_configs_hold_their_rows(device, x, aligned):
             assert chosen.groups == 1 or chosen.cluster == 1, at
             short = columns <= 32 * config.common.columns_per_thread(x)
             assert ("ROW_GAPS=1" in chosen.definitions) == (gap > 0 and short), at
-            assert chosen.groups == 1 or gap == 0 or short, at
+            assert chosen.groups == 1 or gap == 0 or short or not vector, at
             assert 2 <= chosen.stages <= config.common.STAGED_MOST_STAGES, at
             assert chosen.shared_bytes + config.backward.STATIC_SHARED_BYTES <= device.shared_bytes, at
         else:
@@ -1097,6 +1097,8 @@ def test_a_short_row_is_held_alike_with_gaps_between_rows(norm, name, device):
         ("rmsnorm", 512, 1, 0, "staged"),  # off 16 bytes
         ("rmsnorm", 300, 450, 450, "staged"),
         ("layernorm", 300, 451, 450, "direct"),
+        ("rmsnorm", 640, 1, 1, "staged"),  # of whole warps
+        ("layernorm", 1024, 3, 1, "staged"),
         ("rmsnorm", 512, -512, 0, "direct"),  # the same row again and again
         ("rmsnorm", 512, -1024, 0, "direct"),  # from the last to the first
         ("rmsnorm", 512, -504, 512, "direct"),  # rows that overlap
@@ -1108,7 +1110,7 @@ def test_short_rows_with_small_gaps_share_copies(norm, columns, x_gap, dy_gap, r
     aligned = all(n % 8 == 0 for n in (columns, x_gap, dy_gap))
     chosen = config.backward_config(problem, aligned, DEVICES["sm_90"])
     assert chosen.route == route
-    assert ("ROW_GAPS=1" in chosen.definitions) == (route == "staged" and (x_gap, dy_gap) != (0, 0))
+    assert ("ROW_GAPS=1" in chosen.definitions) == (route == "staged" and (x_gap, dy_gap) != (0, 0) and columns <= 512)
     if route == "staged":
         assert chosen.groups > 1
         strides = problem.x_row_stride, problem.dy_row_stride
@@ -1120,6 +1122,19 @@ def test_short_rows_with_small_gaps_share_copies(norm, columns, x_gap, dy_gap, r
             * chosen.threads
         )
         assert chosen.stages * step + outer <= chosen.shared_bytes, "the gaps have room"
+
+
+@pytest.mark.parametrize(
+    ("columns", "gap", "several"), [(640, 8, False), (640, 1, True), (640, 65, False), (641, 0, True)]
+)
+def test_rows_of_whole_warps_with_gaps_share_copies_off_16_bytes_alone(columns, gap, several):
+    """And then without another kernel."""
+    dense = backward(columns, "bfloat16", "bfloat16", 1 << 20, "rmsnorm")
+    problem = replace(dense, x_row_stride=columns + gap, dy_row_stride=columns + gap)
+    aligned = columns % 8 == gap % 8 == 0
+    chosen = config.backward_config(problem, aligned, DEVICES["sm_90"])
+    assert (chosen.groups > 1) == several
+    assert chosen.definitions == config.backward_config(dense, aligned, DEVICES["sm_90"]).definitions
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 6, 8, 12, 16])

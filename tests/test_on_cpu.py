@@ -125,6 +125,9 @@ STAGED = ("backward_staged", "forward_staged")
         (80, 33, ("bfloat16", "", "float32"), 7),
         (30, 512, ("float32", "bfloat16", "float32"), 4),
         (30, 500, ("float32", "", "float32"), 1),
+        (30, 640, ("bfloat16", "", "float32"), 1),
+        (20, 1100, ("bfloat16", "", None), 21),
+        (20, 700, ("float32", "", "float32"), 3),
     ],
 )
 def test_few_rows(
@@ -166,6 +169,8 @@ def small_device(device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch) -> Kerne
         (801, 512, "bfloat16", 8),
         (1501, 65, "bfloat16", 3),
         (701, 257, "bfloat16", 100),
+        (301, 513, "bfloat16", 5),
+        (200, 1024, "bfloat16", 1),
     ],
 )
 def test_many_steps(small_device: KernelsOnCpu, norm: str, rows: int, columns: int, name: str, gap: int) -> None:

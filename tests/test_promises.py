@@ -87,10 +87,10 @@ def test_a_row_has_the_same_dx_in_any_company(xp: Any, case: Case) -> None:
 
 
 def short_row_cases(backend: str) -> list[Case]:
-    """Rows that share a warp on the GPU: there the route depends on how far apart they lie."""
+    """Rows several of which a block has on the GPU: there the route depends on how far apart they lie."""
     return [
         Case(norm, 1000, columns, x, "float32", x, seed=columns)
-        for columns, norm, x in itertools.product((8, 33, 96, 150, 290, 350, 384, 512), NORMS, DTYPES)
+        for columns, norm, x in itertools.product((8, 33, 96, 150, 290, 350, 384, 512, 700, 1300), NORMS, DTYPES)
     ]
 
 

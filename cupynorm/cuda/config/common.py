@@ -32,6 +32,8 @@ PartLanes = dict[int, tuple[int, int]]
 # 135.3 → 114.5, 138.1 → 115.9, 78.4 → 74.1, 80.8 → 79.9, 300 167.2 → 116.0, 183.3 → 116.6, 84.9 → 75.0, 87.0 → 78.8;
 # larger gaps of these and float64 were not timed.
 MOST_COPIED_GAPS_LARGE = {True: 1.17, False: 1.25}
+# And of rows of whole warps, in single columns; in vectors each block has one of such rows.
+MOST_COPIED_GAPS_LONG = 1.1
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 # Of 16-bit types, where the largest cluster has no room for the row otherwise (1 GB, N=262144: RMSNorm 555 us in two
 # sweeps, 263 so). Level two of dw and db then lies in memory, and of w, beside both, three vectors a thread in shared
@@ -137,10 +139,11 @@ def kernels_sum_db(problem: NormProblem) -> bool:
 
 
 def rows_share_copies(problem: NormProblem, vector: bool, gaps: dict[bool, dict[str, float]], *strides: int) -> bool:
-    """Whether a block may have several rows: they follow one another, or take a warp or less and have small gaps."""
+    """Whether a block may have several rows: they follow one another, or nearly."""
     if not is_short(problem):
-        return not have_gaps(problem, *strides)
-    most = gaps[vector][problem.norm] if problem.x_dtype.itemsize == 2 else MOST_COPIED_GAPS_LARGE[vector]
+        most = 1 if vector else MOST_COPIED_GAPS_LONG
+    else:
+        most = gaps[vector][problem.norm] if problem.x_dtype.itemsize == 2 else MOST_COPIED_GAPS_LARGE[vector]
     return min(strides) >= problem.columns and sum(strides) <= most * len(strides) * problem.columns
 
 
