@@ -474,7 +474,7 @@ ON_H200 = [
 
 @pytest.mark.parametrize(("norm", "rows", "columns", "x", "dy", "aligned", "at_once", "expected"), ON_H200)
 def test_column_blocks_of_an_h200(norm, rows, columns, x, dy, aligned, at_once, expected):
-    """What config.py says was measured."""
+    """What the docstrings say was measured."""
     problem = backward(columns, x, dy, rows=rows, norm=norm)
     chosen = config.backward_config(problem, aligned, DEVICES["sm_90"])
     assert config.grid(chosen, problem, at_once, DEVICES["sm_90"]) == expected
