@@ -1,8 +1,9 @@
 """Every kernel variant that the library can choose compiles without spills, for every architecture it speaks of.
 
 A spill, from registers to memory, costs half the speed or more in a loop over columns, so none is allowed that is not
-listed here with its reason. Compiling all variants takes some 25 minutes on two cores: a record (compiling.py) says what
-came of that for these very sources, and here a part of them is compiled anew, another one whenever the sources change.
+listed here with its reason. Compiling all variants takes some 25 minutes on two cores: a record (compiling.py) says
+what came of that for these very sources, and here a part of them is compiled anew, another one whenever the sources
+change.
 """
 
 from __future__ import annotations
