@@ -100,6 +100,14 @@ def poisoned(xp: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return xp.full(shape, np.iinfo(pattern).max, pattern).view(dtype)
 
 
+def with_gaps(xp: Any, array: Any, gap: int) -> Any:
+    """The same rows with so many elements between them, which are no numbers."""
+    rows, columns = array.shape
+    view = poisoned(xp, (rows, columns + gap), array.dtype)[:, :columns]
+    view[...] = array
+    return view
+
+
 def spoilt(array: Any, index: Any, value: float) -> Any:
     """A copy of the array with one element replaced."""
     changed = array.copy()

@@ -1080,7 +1080,7 @@ def test_a_short_row_is_held_alike_with_gaps_between_rows(norm, name, device):
         for choose in (config.backward_config, config.forward_config):
             one, other = (choose(problem, True, device) for problem in (together, apart))
             assert one.group_threads == other.group_threads, (columns, choose)
-            assert columns_per_thread(one) == columns_per_thread(other), (columns, choose)
+            assert defined(one, "COLUMNS_PER_THREAD") == defined(other, "COLUMNS_PER_THREAD"), (columns, choose)
             assert ("PART_OF_WARP=1" in one.definitions) == ("PART_OF_WARP=1" in other.definitions), (columns, choose)
 
 
@@ -1117,10 +1117,7 @@ def test_short_rows_with_small_gaps_share_copies(norm, columns, x_gap, dy_gap, r
         step = sum(
             config.common.part_bytes("bfloat16", aligned, (chosen.groups - 1) * each + columns) for each in strides
         )
-        outer = (
-            config.backward._column_sums_bytes(problem, int(columns_per_thread(chosen).partition("=")[2]))
-            * chosen.threads
-        )
+        outer = config.backward._column_sums_bytes(problem, defined(chosen, "COLUMNS_PER_THREAD")) * chosen.threads
         assert chosen.stages * step + outer <= chosen.shared_bytes, "the gaps have room"
 
 
@@ -1154,10 +1151,6 @@ def test_float32_off_16_bytes_has_as_many_blocks_as_have_room(columns, blocks):
         backward(columns, "float32", "float32", 1 << 20, "rmsnorm"), False, DEVICES["sm_90"]
     )
     assert blocks_at_once(chosen, DEVICES["sm_90"]) == blocks
-
-
-def columns_per_thread(chosen):
-    return next(text for text in chosen.definitions if text.startswith("COLUMNS_PER_THREAD="))
 
 
 def test_data_of_the_size_of_the_cache_is_read_once():

@@ -29,7 +29,17 @@ from grid import (
     poisoned_backward_out,
     poisoned_forward_out,
 )
-from helpers import DEFAULT_EPS, DTYPES, NORMS, Tensors, assert_same_bits, backward, forward, statistics_dtype
+from helpers import (
+    DEFAULT_EPS,
+    DTYPES,
+    NORMS,
+    Tensors,
+    assert_same_bits,
+    backward,
+    forward,
+    statistics_dtype,
+    with_gaps,
+)
 from tolerances import check, db_bound, dw_bound, dx_bound, mean_bound, rstd_bound, y_bound
 
 from cupynorm.numpy_backend import reference_backward, reference_forward
@@ -173,14 +183,7 @@ def test_rows_with_gaps(norm: str, rows: int, columns: int, x_gap: int, dy_gap: 
     cupy = pytest.importorskip("cupy")
     case = Case(norm, rows, columns, x, "float32", x, has_bias=norm == "layernorm")
     tensors = make_case(cupy, case)
-
-    def spread(array: Any, gap: int) -> Any:
-        memory = cupy.full((rows, columns + gap), float("nan"), "float32").astype(array.dtype)
-        view = memory[:, :columns]
-        view[...] = array
-        return view
-
-    apart = replace(tensors, x=spread(tensors.x, x_gap), dy=spread(tensors.dy, dy_gap))
+    apart = replace(tensors, x=with_gaps(cupy, tensors.x, x_gap), dy=with_gaps(cupy, tensors.dy, dy_gap))
     first, second = (backward(norm, apart, has_bias=case.has_bias) for _ in range(2))
     check_backward(case, tensors, first)
     assert_same_bits(second, first)

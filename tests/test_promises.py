@@ -30,6 +30,7 @@ from helpers import (
     same_bits,
     spoilt,
     statistics_dtype,
+    with_gaps,
 )
 
 # Row lengths on every route that a backend may take, with rows whose starts share no alignment (odd N).
@@ -101,12 +102,7 @@ def test_a_short_row_has_the_same_bits_with_gaps_between_rows(xp: Any, case: Cas
     tensors = make_case(xp, case)
     expected = (backward(case.norm, tensors, has_bias=True)[0], *forward(case.norm, tensors))
     for gap in (8, 8 * case.columns):
-        x, dy = (
-            xp.zeros((case.rows, case.columns + gap), array.dtype)[:, : case.columns]
-            for array in (tensors.x, tensors.dy)
-        )
-        x[...], dy[...] = tensors.x, tensors.dy
-        apart = replace(tensors, x=x, dy=dy)
+        apart = replace(tensors, x=with_gaps(xp, tensors.x, gap), dy=with_gaps(xp, tensors.dy, gap))
         got = (backward(case.norm, apart, has_bias=True)[0], *forward(case.norm, apart))
         for one, other in zip(got, expected, strict=True):
             assert same_bits(one, other), f"gap {gap}"
