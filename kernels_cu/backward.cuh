@@ -13,7 +13,8 @@
 //   SHORT_ROWS  1: some block has fewer columns of a row than one of its warps would read
 //   WEIGHT_OFFSET  1: w + offset in place of w    PER_HEAD  1: one w for each head
 //   ADD_RESIDUAL   1: dresidual_out is added to dx  ACCUMULATE  1: dw and db are added to what is there
-// Decided at run time, because it costs nothing: the type of w, and whether dx and dw are wanted (null pointers).
+// Decided at run time, because it costs little: whether w has x's type or the arithmetic's (another is widened before, by
+// widen_w.cu), the type of dw and db, and whether dx and dw are wanted (null pointers).
 #pragma once
 
 #include "element.cuh"
@@ -58,7 +59,7 @@ struct BackwardArguments {
     int64 rows;
     int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
     int columns;
-    int w_code, dw_code;    // ElementCode, of w, and of dw and db
+    int w_code, dw_code;    // ElementCode, of w (x's type or the arithmetic's: widen_w.cu), and of dw and db
     int group_threads;      // threads that share a row
     int slab_columns;       // columns of a row that one block holds
     int stages;             // staged route: steps in flight
@@ -66,10 +67,12 @@ struct BackwardArguments {
     int partial_rows;
     int row_threads;        // threads that share a column, of a column block or in the final reduction; there a power of two
     int groups;             // of a block
-    short read_once;        // staged route: x and dy need not stay in the L2 cache
-    short column_blocks;    // staged route: blocks behind those that walk rows, which sum dw and db; 0: the walkers do
-    short lead;             // staged route: of Pace, in quarters of a step; 0: no pace is kept
-    short step_counters;    // staged route: a power of two
+    // Staged route.
+    short column_blocks;    // blocks behind those that walk rows, which sum dw and db; 0: the walkers do
+    short lead;             // of Pace, in quarters of a step; 0: no pace is kept
+    short step_counters;    // a power of two
+    bool read_once;         // x and dy need not stay in the L2 cache
+    bool few_rows;          // no group has more than one, and walkers write dx alone
 
     // Where row walkers leave their sums.
     __device__ void* walkers_dw() const { return column_blocks ? nullptr : dw; }
@@ -84,7 +87,7 @@ using DyVector = Packed<Dy, kVector>;
 struct RowStatistics {
     Compute mean, rstd;
 
-    __device__ void load(const BackwardArguments& a, int64 row) {
+    template <class Arguments> __device__ void load(const Arguments& a, int64 row) {
         rstd = a.rstd[row];
         if constexpr (kLayerNorm) mean = a.mean[row];
     }
@@ -150,8 +153,8 @@ private:
 #pragma unroll
             for (int v = 0; v < kVector; ++v) w[k][v] = Compute(at.holds(first_vector + k));
         }
-        load_columns(w, first_column, code,
-                     [&](int k) { return at.holds(first_vector + k) ? at.at(first_vector + k) : -1; });
+        load_columns_of_either<Compute, X>(
+            w, first_column, code, [&](int k) { return at.holds(first_vector + k) ? at.at(first_vector + k) : -1; });
     }
 };
 

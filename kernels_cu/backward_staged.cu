@@ -10,7 +10,7 @@
 // together add up in the end (reduction.cuh). Orders of sums: a row over a thread's columns, over its lanes by a butterfly,
 // over its warps and blocks likewise; a column over 16 rows (64 where a thread has many columns), over these in turn, over
 // the block's groups. Where there is little data, the last blocks of the grid sum dw and db (column_blocks.cuh), and read x
-// and dy once more; the others write dx alone.
+// and dy once more; the others write dx alone, of few rows past the ring.
 //
 // What stands before the first copies is short (by stamps, a kernel's first instructions take long; perhaps they come from
 // memory), and what is waited for is asked for in the order in which it is needed.
@@ -21,8 +21,8 @@
 // The statistics of a group's rows, as many steps ahead as the group has lanes in a warp: lane i loads those of the
 // batch's row i.
 struct StatisticsAhead {
-    // Else each warp waits for a batch as soon as it asks for it: RMSNorm, 1 GB, N=128 247.8 → 243.6 us, 4096 241.7 → 240.5,
-    // LayerNorm 384 249.9 → 246.5, though 14336 245.9 → 248.6. With many columns registers run out: N=262144 280 → 295.
+    // Else each warp waits for a batch as soon as it asks for it: RMSNorm, N=128, 1 GB, 247.8 → 243.6 us. With many columns
+    // registers run out.
     static constexpr bool kLoadsInPlace = !kManyColumns;
 
     RowStatistics batch, next;
@@ -78,6 +78,61 @@ private:
     }
 };
 
+// Whether few rows, of which no group has more than one, go from memory to registers and back, past the ring: by so little code
+// that less of it is waited for. An H100, 1x4096 6.5 → 6.1 us, LayerNorm 6.8 → 6.3, 64x1024 6.8 → 6.3, 7.3 → 6.4. It takes
+// up to a tenth longer to compile. With 40 columns a thread and in clusters it gained nothing.
+constexpr bool kTakesFewRows = kVector > 1 && kColumnsPerThread <= 32 && !kClustered;
+
+// Of the arguments, what few rows need.
+struct FewRowsArguments {
+    const X* x;
+    const Dy* dy;
+    const void* w;
+    const Compute *mean, *rstd;
+    X* dx;
+    int64 rows, x_row_stride, dy_row_stride, dx_row_stride;
+    int columns, w_code, group_threads, slab_columns, groups;
+
+    __device__ explicit FewRowsArguments(const BackwardArguments& a)
+        : x(a.x), dy(a.dy), w(a.w), mean(a.mean), rstd(a.rstd), dx(a.dx), rows(a.rows), x_row_stride(a.x_row_stride),
+          dy_row_stride(a.dy_row_stride), dx_row_stride(a.dx_row_stride), columns(a.columns), w_code(a.w_code),
+          group_threads(a.group_threads), slab_columns(a.slab_columns), groups(a.groups) {}
+};
+
+// dx of the block's rows, one for each group. Not in line: what the walk begins with follows the kernel's first instructions.
+__device__ __noinline__ void write_few_rows(FewRowsArguments a, BlockState* state) {
+    const BlockShare share(a);
+    const int64 number = int64(blockIdx.x) * share.groups + share.group;
+    const bool active = number < a.rows;
+    const Columns own(share.thread, a.group_threads, share.columns);
+    XVector x[kVectors] = {};
+    DyVector dy[kVectors] = {};
+    RowStatistics row = {};
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+        if (!active || !own.holds(k)) continue;
+        x[k].load_streaming(a.x + number * a.x_row_stride + own.at(k));
+        dy[k].load_streaming(a.dy + number * a.dy_row_stride + own.at(k));
+    }
+    if (active) row.load(a, number);
+    Weights w;
+    w.load(a.w, a.w_code, own);
+
+    Sums<Compute> sums = {Compute(0), Compute(0)};
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) first_half<true, false>(sums, nullptr, k, x[k], dy[k], w, row);
+    sums = SumExchange<kLayerNorm>(*state, share, a.group_threads).at_once(sums, share.thread);
+    const RowCoefficients coefficients(sums, Compute(1) / Compute(a.columns), row);
+    X* const dx = a.dx + number * a.dx_row_stride;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+        // The loop, too, computes everything twice: a product that was kept would be rounded, not fused with a sum.
+        x[k].forget();
+        dy[k].forget();
+        second_half(dx + own.at(k), active && own.holds(k), k, x[k], dy[k], w, row, coefficients);
+    }
+}
+
 // Threads on a multiprocessor that leave each the registers that it needs: config/backward.py asks for no more.
 constexpr int kColumnBytes = kColumnsPerThread * int(sizeof(Compute));
 constexpr bool kFewRegisters = sizeof(X) < 4 || !kWantDb;
@@ -90,38 +145,26 @@ constexpr int kSinglesAtOnce = kColumnBytes < 64 || (kColumnBytes == 64 && __CUD
 constexpr int kThreadsAtOnce = kVector > 1 ? kVectorsAtOnce : kSinglesAtOnce;
 
 // LayerNorm with db whose blocks 28 columns a thread fill, or nearly, and which are no clusters: without what the two switches
-// below do for 32 columns it takes less, N=3584 at 1 GB 245.8 → 242.2 us, 7168 244.0 → 240.2, at 25 MB 16.8 → 15.9, 17.3 → 16.0.
+// below do for 32 columns it takes less (N=7168, 1 GB, 244.0 → 240.2 us).
 constexpr bool kFillsBlock = kColumnsPerThread == 28 && !kClustered && sizeof(X) == 2;
 
 // Whether the second halves of the last two steps (where nobody meets, of the last one) come behind the partial row, in a
-// loop of their own. LayerNorm with db: in clusters it saves 24 registers, N=14336 at 1 GB 247 → 245 us, 131072 265 → 262,
-// others within 1%; without, where pace is kept, N=8192 at 100 MB 39.6 → 37.9, others within 0.5%, with 40 columns N=5120 at
-// 50 MB 27.2 → 26.6; single columns, N=4096 off 16 bytes at 100 MB 38.6 → 37.7, 12289 44.4 → 43.8. It takes some 10% longer
-// to compile. Not where it lost, 7168 at 1 GB 247 → 254, 384 250 → 255, 512 248 → 250, nor with 24 columns without clusters:
-// N=1536 at 50 MB 24.5 → 24.0, but 3 to 6% more at 6 MB, beside another tree. Larger types were not timed. N=65536 at 1 GB
-// reads 247.5 to 252.4 from run to run as it is, 248 and 249 before.
+// loop of their own. LayerNorm with db gains where registers are few, in clusters (N=131072, 1 GB, 265 → 262 us), and where
+// pace is kept (N=8192, 100 MB, 39.6 → 37.9). It takes some 10% longer to compile. Larger types were not timed.
 constexpr bool kHoldsBack = kLayerNorm && kWantDb && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps && !kManyColumns &&
                             (kClustered || kVector == 1 || (kColumnsPerThread > 24 && PACED && !kFillsBlock));
 
-// Else, whether the partial row is on its way before the last of the block's dx, which is written meanwhile: 25 MB, with
-// 16384 columns, took 16.8 us so, 17.7 us otherwise; with 1024, 15.9 and 16.2 (before column blocks); 100 MB, 4069x4096 off
-// 16 bytes, 36.1 us and 36.8. Not with db, without clusters: of 32 columns the compiler loses more, 254 registers, not 218,
-// as it does of single columns: 16650x1001, LayerNorm, 41.5 us without, 44.6 so. Nor with db of 64 columns, which then spill
-// more: LayerNorm, N=262144, 50 MB 38.5 us as it is, 36.8 so, 100 MB 53.0 and 53.1, 1 GB 281 and 309. Nor single columns in
-// parts of a warp: N=129, 64.9 us as it is, 66.2 so.
+// Else, whether the partial row is on its way before the last of the block's dx, which is written meanwhile: N=16384, 25 MB,
+// 17.7 → 16.8 us. Not where the compiler takes more registers for it (LayerNorm, 32 columns: 254, not 218).
 constexpr bool kPublishesInLoop =
     !kHoldsBack && (kVector > 1 ? (kClustered && !kManyColumns) || !kWantDb : kWholeWarps && !kWantDb);
 
-// Steps that are asked for first of all. Where RMSNorm had two it took, without pace, 1.0% less at 25 MB on average and 0.9%
-// less at 100 MB (N=384 3.4 and 1.9%, 20480 2.9 and 1.6%), with pace 0.9% less at 100 MB, 0.8% at 150, 0.4% at 200 and as much
-// at 400, but with many columns, 1 GB, 253 → 256 us. LayerNorm gained in some lengths what it lost in others. Larger types did
-// so, too. Off 16 bytes RMSNorm took 1% less at 100 MB on average, 16385 39.2 → 37.9 us.
+// Steps that are asked for first of all. RMSNorm gains by two (100 MB 0.9% on average); LayerNorm, larger types and many columns
+// do not.
 constexpr int kFirstSteps =
     !kLayerNorm && sizeof(X) == 2 && sizeof(Dy) == 2 && !kManyColumns ? 2 : 1;
 
-// Ring of staged.cuh: where registers are few. LayerNorm, 1 GB, N=12288 245.3 → 244.3 us, 32768 244.5 → 243.1, 65536 246.5 →
-// 244.1, 16384 and 131072 0.2% less, others with pace as long; but without pace 7168 246.4 → 250.6, 14336 251.5 → 253.1. RMSNorm
-// took as long, or 0.1% more. N=262144 was not timed. With db of 32 columns some kernels of 12.0 spilled else.
+// Ring of staged.cuh: where registers are few (LayerNorm, N=32768, 1 GB, 244.5 → 243.1 us). Without pace it loses.
 constexpr bool kSourcesAhead = kVector > 1 && PACED && (kLayerNorm || kManyColumns) && !kFillsBlock;
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
@@ -134,6 +177,10 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     if (blockIdx.x >= row_blocks) {
         sum_columns(ColumnArguments(a), blockIdx.x - row_blocks, reinterpret_cast<Compute*>(shared));
         return;
+    }
+
+    if constexpr (kTakesFewRows) {
+        if (a.few_rows) return write_few_rows(FewRowsArguments(a), &state);
     }
 
     const BlockShare share(a);
@@ -194,8 +241,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     // The first half of step j, then the second half of the step before it; with kHoldsBack, those of step held_from and
     // later come behind the loop.
     int held_from = kHoldsBack && a.meeting ? walk.end - 2 : walk.end - 1;
-    // Found here, once: in clusters the compiler found it anew for each step, on the way from a row's sums to its dx. LayerNorm,
-    // 1 GB, N=32768 248.8 → 244.5 us, 65536 248.7 → 246.5.
+    // Found here, once: in clusters the compiler found it anew for each step (LayerNorm, N=32768, 1 GB, 248.8 → 244.5 us).
     if constexpr (kHoldsBack) asm volatile("" : "+r"(held_from));
     for (int j = 0; j < (kHoldsBack ? walk.end : walk.end + 1); ++j) {
         const Columns at = own.found_anew();
@@ -237,8 +283,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         }
     }
     constexpr int kBatch = kThreadsAtOnce == 256 && !kManyColumns ? kReductionBatch : 8;
-    // Column blocks leave little to narrow: two columns together compile faster than eight.
-    reduce_partials<kBatch, 2, Compute>(a, attendance, shared, share.first_column, share.columns);
+    reduce_partials<kBatch, 0, Compute>(a, attendance, shared, share.first_column, share.columns);
     pace.finish();
     leave_together();
 }

@@ -18,6 +18,12 @@ template <> struct ComputeOf<double> { using type = double; };
 // The element type of an array that is read or written once per column, chosen at run time.
 enum ElementCode : int { kNone = 0, kFloat16 = 1, kBfloat16 = 2, kFloat32 = 3, kFloat64 = 4 };
 
+template <class T> constexpr int kCodeOf = kNone;
+template <> constexpr int kCodeOf<float16> = kFloat16;
+template <> constexpr int kCodeOf<bfloat16> = kBfloat16;
+template <> constexpr int kCodeOf<float32> = kFloat32;
+template <> constexpr int kCodeOf<float64> = kFloat64;
+
 __device__ constexpr int element_bytes(int code) { return code == kFloat64 ? 8 : code == kFloat32 ? 4 : 2; }
 
 __device__ constexpr int minimum(int a, int b) { return a < b ? a : b; }
@@ -151,6 +157,13 @@ template <class T, int V> struct Packed {
         for (int i = 0; i < kWords; ++i) __stcs(reinterpret_cast<Word*>(target) + i, words[i]);
     }
 
+    // The compiler forgets what it computed from the elements.
+    __device__ void forget() {
+        unsigned* word = reinterpret_cast<unsigned*>(words);
+#pragma unroll
+        for (int i = 0; i < kBytes / 4; ++i) asm volatile("" : "+r"(word[i]));
+    }
+
     template <class C> __device__ void unpack(C (&values)[V]) const {
         const unsigned* word = reinterpret_cast<const unsigned*>(words);
         if constexpr (sizeof(T) == 2) {
@@ -196,6 +209,7 @@ template <class T> struct Packed<T, 1> {
     __device__ void load_streaming(const T* source) { element = *source; }
     __device__ void store(T* target) const { *target = element; }
     __device__ void store_streaming(T* target) const { *target = element; }
+    __device__ void forget() {}
     template <class C> __device__ void unpack(C (&values)[1]) const { values[0] = widen<C>(element); }
     template <class C> __device__ void pack(const C (&values)[1]) { element = Narrow<T>::from(values[0]); }
 };
@@ -264,6 +278,13 @@ __device__ void load_columns(C (&values)[K][V], const void* base, int code, Colu
         case kFloat32: load_columns_of_type<float32>(values, base, column_of); break;
         case kFloat64: load_columns_of_type<float64>(values, base, column_of); break;
     }
+}
+
+// The same, of one of two types.
+template <class T, class U, class C, int K, int V, class ColumnOf>
+__device__ void load_columns_of_either(C (&values)[K][V], const void* base, int code, ColumnOf column_of) {
+    if (code == kCodeOf<T>) load_columns_of_type<T>(values, base, column_of);
+    else if (code == kCodeOf<U>) load_columns_of_type<U>(values, base, column_of);
 }
 
 // The same, but float32 that need not be widened are not waited for.

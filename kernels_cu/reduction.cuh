@@ -200,12 +200,14 @@ __device__ void narrow_partial_row(const Arguments& a, int first_column, int col
 
 // By all threads of all blocks, when they have arrived, each with the columns that it holds: `shared` has 32 bytes for each
 // thread, of which nothing is needed any more. For kBatch partial rows a thread waits together, of one that it narrows for
-// kTogether columns.
+// kTogether columns; 0: there is a meeting wherever a partial row is not the sum itself.
 template <int kBatch, int kTogether, class C, class Arguments>
 __device__ void reduce_partials(const Arguments& a, const Attendance& attendance, void* shared, int own_first_column,
                                 int own_columns) {
     if (!a.meeting) {
-        if (a.dw_partials || a.db_partials) narrow_partial_row<kTogether, C>(a, own_first_column, own_columns);
+        if constexpr (kTogether > 0) {
+            if (a.dw_partials || a.db_partials) narrow_partial_row<kTogether, C>(a, own_first_column, own_columns);
+        }
         return;
     }
     const Crew crew = meet(*a.meeting, attendance);

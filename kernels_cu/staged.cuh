@@ -40,11 +40,10 @@ static_assert(!ROW_GAPS || (!kWholeWarps && !kClustered), "of longer rows in vec
 // same row, whose place in x and in dy takes no register for each column (152 registers at N=1001, 157 so).
 constexpr bool kHasGaps = ROW_GAPS || (kVector == 1 && kWholeWarps && !kClustered);
 constexpr int kMaxStages = 8;
-// Of a team: two warps where a thread has 32 or 64 columns; forward, where a row takes eight lanes or fewer, too: LayerNorm,
-// N=128, 1 GB, 182.6 → 171.5 us, where a team was a block before. Four in place of two lost 1% of RMSNorm at N=4096 and 7168,
-// and 4% of its forward pass; two lost with 40 columns in LayerNorm, with 28 (N=7168, 1 GB, 244.6 → 259.1 us, though 14336
-// 241.0 → 240.8) and with 24 in the forward pass, where a team's copies would be of 5, 3.5 or 3 KB. In the largest clusters,
-// where the blocks wait for each other, a team is the block, but for rows that take nearly all its memory.
+// Of a team: two warps where a thread has 32 or 64 columns; forward, where a row takes eight lanes or fewer, too (LayerNorm,
+// N=128, 1 GB, 182.6 → 171.5 us). With 24, 28 and 40 a team's copies would be of 3 to 5 KB, which lost; so did four warps in
+// place of two. In the largest clusters, where the blocks wait for each other, a team is the block, but for rows that take nearly
+// all its memory.
 constexpr bool kMayHaveTeams = kVector > 1 && (kWholeWarps || kColumnsPerThread == 32) && (kCluster < 16 || kManyColumns);
 constexpr int kTeamColumnBytes = kMayHaveTeams ? kColumnsPerThread * int(sizeof(Compute)) : 0;
 constexpr int kTeamThreads = kTeamColumnBytes < 128 ? kMaxThreads : kTeamColumnBytes % 128 == 0 ? 64 : 128;
@@ -154,7 +153,7 @@ template <class T, bool kHints> struct RingPart {
         const int bytes = with_gaps(share, share.groups * a.slab_columns, share.groups) * int(sizeof(T));
         static_assert(kVector > 1 || kMaxTeams == 1, "there is room for the words that cover one team's rows");
         part_bytes = (bytes + (kVector > 1 ? 0 : 128) + 127) / 128 * 128;
-        offset = part_offset + (share.team_group * pitch(share) + share.team_column) * int(sizeof(T));
+        offset = part_offset + team_start(share) * int(sizeof(T));
     }
     // Where in its place a step's first row begins: as far from a multiple of 128 bytes as in memory. RMSNorm, 100 MB, N=4096,
     // stride N + 3: 38.4 us with places at multiples of 128 bytes, 36.6 us so (and with rows that fill their warps told apart).
@@ -168,6 +167,8 @@ template <class T, bool kHints> struct RingPart {
     }
     // In a place, from the row of one group to that of the next, in elements.
     __device__ int pitch(const BlockShare& share) const { return kHasGaps ? int(row_stride) : share.columns; }
+    // Where in its part of a place the team's own begins, in elements.
+    __device__ int team_start(const BlockShare& share) const { return share.team_group * pitch(share) + share.team_column; }
     // So many elements of `rows` rows, and what lies between these.
     __device__ int with_gaps(const BlockShare& share, int elements, int rows) const {
         return kHasGaps ? elements + (rows - 1) * (pitch(share) - share.columns) : elements;
@@ -187,8 +188,8 @@ template <class T, bool kHints> struct RingPart {
     }
     // Where the thread's group has its row in a place, as if that began at the block's first column.
     __device__ const T* in(const char* place, const BlockShare& share, int64 row) const {
-        const int elements = share.group * pitch(share) - (share.team_group * pitch(share) + share.team_column);
-        return reinterpret_cast<const T*>(place + offset + lead(row)) + elements;
+        const T* const team = reinterpret_cast<const T*>(place + offset + lead(row));
+        return team + share.group * pitch(share) - team_start(share);
     }
 };
 
@@ -307,17 +308,13 @@ private:
 // long launch walkers keep pace: one that has `lead` / 4 steps less before it than the average asks for no more rows. Nobody
 // waits for long: another block may not even have started, and wait itself for what this one holds. No bits depend on it.
 //
-// The copy engine counts: by `red`, counting alone took 1 to 9% more (RMSNorm, 1 GB), with db 4 to 22%. What pace adds to a
-// step is short, for a row's other warps wait for the warp that does it: LayerNorm, 24 columns a thread, N=3072, 1 GB, where
-// the compiler put loops over lanes around bulk copies and counts, and what others have done was read where it was needed,
-// took 261 us with pace and 245 without; as it is now, 243. A place takes only so many counts, so blocks count every second
-// step: RMSNorm, 1 GB, N=7168 240.5 → 238.6 us, 14336 241.9 → 239.6, LayerNorm 1024 242.6 → 240.8, with leads that were
-// chosen anew. Every fourth, N=512 and 4096 took as long.
+// The copy engine counts: by `red`, counting alone took up to 9% more. What pace adds to a step is short, for a row's other
+// warps wait for the warp that does it (LayerNorm, N=3072, 1 GB, 261 us where it was long, 245 without pace, 243 as it is). A
+// place takes only so many counts, so blocks count every second step (RMSNorm, N=14336, 1 GB, 241.9 → 239.6).
 //
-// One place is the best average. But of LayerNorm's blocks that share a multiprocessor, 264 in all, it takes too many counts:
-// N=768 249 to 257 us, 243 in four places, each for a range of the blocks. Where in memory places lie matters, for a cause
-// that was not found: RMSNorm's N=512 read 241 to 248 us by four of them, at 22 addresses, and 242 to 246 by one. Of a
-// thousand blocks, as rows with gaps have, it takes too many of RMSNorm's, too: MOST_BLOCKS_A_COUNTER of config/backward.py.
+// One place is the best average. But of LayerNorm's blocks that share a multiprocessor, 264 in all, it takes too many counts
+// (N=768 249 to 257 us, 243 in four places, each for a range of the blocks); of a thousand blocks, as rows with gaps have, of
+// RMSNorm's, too: MOST_BLOCKS_A_COUNTER of config/backward.py. Where in memory places lie matters; why was not found out.
 struct Pace {
     static constexpr int kMostTries = 16;  // each waits for the L2 cache
     // By every step LayerNorm took, 1 GB, N=256 247.3 us, not 248.6, 512 244.6, not 245.5; its forward pass, 32768, 168, not 179.
@@ -475,6 +472,15 @@ template <bool kBoth> struct SumExchange {
         const int slot = unsigned(j) % kSlots;
         summed[slot].wait(unsigned(j) / kSlots & 1);
         return slots + slot * entries;
+    }
+
+    // For a block that has one step: with a barrier of the whole block, for which nothing need be made. Not in clusters.
+    __device__ Sums<Compute> at_once(Sums<Compute> sums, int thread) const {
+        sum_in_warp(sums);
+        if (entries == 1) return sums;
+        if (thread % 32 == 0) slots[thread / 32] = sums;
+        __syncthreads();
+        return sum_entries<kBoth, kMaxWarps>(slots, entries);
     }
 
     __device__ Sums<Compute> collect(int j, const Sums<Compute>& posted) const {

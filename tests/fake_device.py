@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import re
 import struct
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -28,11 +29,28 @@ class Launched(NamedTuple):
     def fields(self) -> tuple[Any, ...]:
         return struct.unpack(layout_of(self.kernel), self.arguments)
 
+    def named(self) -> SimpleNamespace:
+        """The arguments of a backward kernel by their names in backward.cuh."""
+        assert self.kernel.startswith("backward")
+        return SimpleNamespace(**dict(zip(_names_of_arguments(), self.fields(), strict=True)))
+
 
 def layout_of(kernel: str) -> str:
     from cupynorm.cuda import config
 
+    if kernel == "widen_w":
+        return config.WIDENING_ARGUMENTS
     return config.BACKWARD_ARGUMENTS if kernel.startswith("backward") else config.FORWARD_ARGUMENTS
+
+
+@functools.cache
+def _names_of_arguments() -> list[str]:
+    from cupynorm.cuda import module
+
+    source = (module.source_directory() / "backward.cuh").read_text(encoding="utf-8")
+    fields = source.partition("struct BackwardArguments {\n")[2].partition("\n\n")[0]
+    lines = (line.partition("//")[0] for line in fields.splitlines())
+    return [name for line in lines for name in re.findall(r"(\w+)[,;]", line)]
 
 
 class FakeStream:

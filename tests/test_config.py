@@ -13,7 +13,7 @@ import pytest
 from test_cuda_runtime import LENGTHS, rows_of
 from test_promises import concurrent_cases, containment_cases
 
-from cupynorm.cuda import config
+from cupynorm.cuda import config, module
 from cupynorm.cuda.config.variants import variants
 from cupynorm.problem import NormProblem
 
@@ -409,10 +409,12 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
             at_once = max(1, together * device.multiprocessors // chosen.cluster - 1)
             grid = config.grid(chosen, problem, at_once, device)
             if not grid.column_blocks:
-                assert grid == (config.walkers.partial_rows(chosen, problem, at_once, device), 0, 0)
+                assert grid[:3] == (config.walkers.partial_rows(chosen, problem, at_once, device), 0, 0)
+                assert not grid.few_rows
                 continue
             found += 1
             assert chosen.route == "staged"
+            assert not grid.few_rows or grid.walkers * chosen.groups >= rows
             assert grid.column_blocks % chosen.cluster == 0
             if want_dx:
                 assert 1 <= grid.walkers <= -(-rows // chosen.groups)
@@ -477,7 +479,7 @@ def test_column_blocks_of_an_h200(norm, rows, columns, x, dy, aligned, at_once, 
     """What the docstrings say was measured."""
     problem = backward(columns, x, dy, rows=rows, norm=norm)
     chosen = config.backward_config(problem, aligned, DEVICES["sm_90"])
-    assert config.grid(chosen, problem, at_once, DEVICES["sm_90"]) == expected
+    assert config.grid(chosen, problem, at_once, DEVICES["sm_90"])[:3] == expected
 
 
 @pytest.mark.parametrize(
@@ -497,19 +499,42 @@ def test_column_blocks_of_an_h200(norm, rows, columns, x, dy, aligned, at_once, 
 def test_column_blocks_without_dx_or_db(rows, columns, at_once, want_dx, expected):
     problem = replace(backward(columns, "bfloat16", "bfloat16", rows=rows), want_dx=want_dx, want_db=not want_dx)
     chosen = config.backward_config(problem, True, DEVICES["sm_90"])
-    assert config.grid(chosen, problem, at_once, DEVICES["sm_90"]) == expected
+    assert config.grid(chosen, problem, at_once, DEVICES["sm_90"])[:3] == expected
 
 
-def test_one_row_has_column_blocks_where_its_sums_are_narrowed():
-    for columns, w, expected in (
-        (1024, "float32", 0),
-        (1024, "bfloat16", 64),
-        (4096, "float32", 64),
-        (128, "bfloat16", 8),
+def test_one_row_has_column_blocks_where_that_is_short_or_its_sums_are_narrowed():
+    """Past the ring, or where dw has another type than its sums, or with many columns."""
+    for columns, w, aligned, expected in (
+        (1024, "float32", True, 64),
+        (128, "bfloat16", True, 8),
+        (4096, "float32", True, 64),
+        (1280, "float32", True, 0),  # 40 columns a thread
+        (1280, "bfloat16", True, 40),
+        (1024, "float32", False, 0),
+        (1024, "bfloat16", False, 64),
+        (4096, "float32", False, 64),
     ):
         problem = replace(backward(columns, "bfloat16", "bfloat16", rows=1), w_dtype=DTYPES[w])
-        chosen = config.backward_config(problem, True, DEVICES["sm_90"])
-        assert config.grid(chosen, problem, 132, DEVICES["sm_90"]).column_blocks == expected, (columns, w)
+        chosen = config.backward_config(problem, aligned, DEVICES["sm_90"])
+        found = config.grid(chosen, problem, 132, DEVICES["sm_90"])
+        assert found.column_blocks == expected, (columns, w, aligned)
+        assert found.few_rows == (aligned and columns != 1280)
+
+
+def test_few_rows_are_where_the_kernel_takes_them(device):
+    """The numbers of kTakesFewRows in backward_staged.cu."""
+    source = (module.source_directory() / "backward_staged.cu").read_text(encoding="utf-8")
+    assert "kTakesFewRows = kVector > 1 && kColumnsPerThread <= 32 && !kClustered;" in source
+    for columns, x, aligned in product(COLUMNS, DTYPES, (True, False)):
+        problem = replace(backward(columns, x, x, rows=2), want_dw=False, want_db=False)
+        chosen = config.backward_config(problem, aligned, device)
+        takes = (
+            chosen.route == "staged"
+            and "VECTOR=1" in chosen.definitions
+            and "CLUSTER=1" in chosen.definitions
+            and defined(chosen, "COLUMNS_PER_THREAD") <= 32
+        )
+        assert config.grid(chosen, problem, device.multiprocessors, device).few_rows == takes, (columns, x, aligned)
 
 
 @pytest.mark.parametrize(("multiprocessors", "expected"), [(132, (68, 64, 16)), (78, (46, 32, 8)), (36, (20, 16, 4))])
@@ -517,7 +542,7 @@ def test_fewer_column_blocks_on_a_small_device(multiprocessors, expected):
     device = config.Device((9, 0), multiprocessors, 232448)
     problem = backward(4096, "float32", "float32", rows=150, norm="rmsnorm")
     chosen = config.backward_config(problem, True, device)
-    assert config.grid(chosen, problem, multiprocessors, device) == expected
+    assert config.grid(chosen, problem, multiprocessors, device)[:3] == expected
 
 
 def test_the_gpu_tests_have_launches_with_and_without_column_blocks():

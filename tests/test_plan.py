@@ -328,7 +328,7 @@ def test_column_blocks_need_no_memory(device: FakeDevice, mask: tuple[bool, ...]
     assert tuple(map(bool, results)) == mask
     assert not any(memory)
     assert {by for by, _ in device.allocated} <= {"result"}
-    walkers, column_blocks = launch.fields()[-7], launch.fields()[-3]
+    walkers, column_blocks = launch.named().partial_rows, launch.named().column_blocks
     assert launch.grid[0] == walkers + column_blocks
     assert (walkers, column_blocks) == (6 if mask[0] else 0, 64 if any(mask[1:]) else 0)
 
@@ -336,28 +336,103 @@ def test_column_blocks_need_no_memory(device: FakeDevice, mask: tuple[bool, ...]
 def test_what_column_blocks_read_again_stays_in_the_cache(device: FakeDevice) -> None:
     for rows, column_blocks, read_once in ((3400, 64, 0), (7000, 0, 1), (9000, 0, 0)):
         backward("layernorm", call_of(device, "layernorm", rows=rows))
-        assert device.launched[-1].fields()[-4:-2] == (read_once, column_blocks), rows
+        arguments = device.launched[-1].named()
+        assert (arguments.read_once, arguments.column_blocks) == (read_once, column_blocks), rows
 
 
-@pytest.mark.parametrize(("w_dtype", "column_blocks"), [("float32", False), ("float16", True)])
-def test_one_walker_meets_nobody(device: FakeDevice, w_dtype: str, column_blocks: bool) -> None:
-    """Its partial row is dw; where dw has another type, column blocks sum it, without one. More walkers meet."""
+def is_there(launch: Any, *names: str) -> list[bool]:
+    return [bool(getattr(launch.named(), name)) for name in names]
+
+
+@pytest.mark.parametrize(("w_dtype", "offset", "column_blocks"), [("float32", 0, True), ("float32", 2, False)])
+def test_one_row_meets_nobody(device: FakeDevice, w_dtype: str, offset: int, column_blocks: bool) -> None:
+    """Column blocks sum its dw, or the one walker, off 16 bytes, whose partial row is dw. Walkers of many rows meet."""
     for rows, meet, own_blocks in ((1, False, column_blocks), (ROWS, True, False)):
-        call = call_of(device, "rmsnorm", rows=rows)
+        call = call_of(device, "rmsnorm", rows=rows) | {"x": device.array((rows, COLUMNS), "float16", offset=offset)}
         backward("rmsnorm", call | {"w": device.array((COLUMNS,), w_dtype)})
-        fields = device.launched[-1].fields()
-        assert [bool(fields[place]) for place in (8, 11, -3)] == [meet, meet, own_blocks]
+        there = is_there(device.launched[-1], "dw_partials", "meeting", "column_blocks")
+        assert there == [meet, meet, own_blocks]
+
+
+def test_one_row_off_16_bytes_has_column_blocks_where_dw_is_narrowed(device: FakeDevice) -> None:
+    call = call_of(device, "rmsnorm", rows=1) | {"x": device.array((1, COLUMNS), "float16", offset=2)}
+    backward("rmsnorm", call | {"w": device.array((COLUMNS,), "float16")})
+    assert is_there(device.launched[-1], "dw_partials", "meeting", "column_blocks") == [False, False, True]
 
 
 @pytest.mark.parametrize(("w_dtype", "apart"), [("float32", False), ("float16", True)])
-def test_one_walker_beside_no_column_blocks_keeps_apart_what_it_narrows(
+def test_one_walker_of_the_direct_route_keeps_apart_what_it_narrows(
     device: FakeDevice, w_dtype: str, apart: bool
 ) -> None:
-    """Short rows with gaps."""
+    """Short rows with large gaps."""
     x, dy = (device.array((2, 256), "float16")[:, :128] for _ in range(2))
     cupynorm.rmsnorm_backward(x, device.array((128,), w_dtype), dy, device.array((2,)))
-    fields = device.launched[-1].fields()
-    assert [bool(fields[place]) for place in (8, 11, -3)] == [apart, False, False]
+    assert device.launched[-1].kernel == "backward_direct"
+    assert is_there(device.launched[-1], "dw_partials", "meeting", "column_blocks") == [apart, False, False]
+
+
+@pytest.mark.parametrize(("rows", "few"), [(1, True), (48, True), (264, True), (265, False), (400, False)])
+@pytest.mark.parametrize("norm", NORMS)
+def test_few_rows_take_the_short_way(device: FakeDevice, norm: str, rows: int, few: bool) -> None:
+    """No group has more than one, and nobody sums columns but column blocks."""
+    for mask in ((True, True, True), (True, False, False)):
+        backward(norm, call_of(device, norm, rows=rows, output_mask=mask))
+        arguments = device.launched[-1].named()
+        assert arguments.few_rows == few
+        assert not few or arguments.partial_rows * arguments.groups >= rows
+        assert bool(arguments.column_blocks) == any(mask[1:])
+        assert not arguments.meeting
+
+
+def test_a_few_rows_whose_dx_alone_is_wanted_have_a_walker_each(device: FakeDevice) -> None:
+    """One for all, which four steps have where dw is theirs to sum, would take them one after the other."""
+    x, dy = (device.array((3, 7168), "float16") for _ in range(2))
+    cupynorm.rmsnorm_backward(x, device.array((7168,)), dy, device.array((3,)), output_mask=(True, False))
+    arguments = device.launched[-1].named()
+    assert (arguments.partial_rows, arguments.few_rows) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("x_dtype", "w_dtype", "widens"),
+    [
+        ("float16", "float32", False),
+        ("float16", "float16", False),
+        ("float16", None, False),
+        ("float16", "float64", True),
+        ("float32", "float16", True),
+        ("float32", "float32", False),
+        ("float64", "float32", True),
+    ],
+)
+def test_w_of_a_third_type_is_widened_first(
+    device: FakeDevice, x_dtype: str, w_dtype: str | None, widens: bool
+) -> None:
+    """Into memory that nothing else has, in the type of the arithmetic; not without dx, which alone needs w."""
+    for rows in (48, 20_000):  # with column blocks, and with a meeting
+        for want_dx in (True, False):
+            device.launched.clear()
+            w = None if w_dtype is None else device.array((COLUMNS,), w_dtype)
+            wide = "float64" if x_dtype == "float64" else "float32"
+            call = call_of(device, "layernorm", rows=rows, dtype=x_dtype, output_mask=(want_dx, True, True)) | {"w": w}
+            backward("layernorm", call | {name: device.array((rows,), wide) for name in ("mean", "rstd")})
+            *before, launch = device.launched
+            arguments = launch.named()
+            assert len(before) == (widens and want_dx)
+            if not before:
+                assert arguments.w == (0 if w is None else w.data.ptr)
+                assert arguments.w_code == config.ELEMENT_CODES[w_dtype]
+                continue
+            source, widened, columns, code = before[0].fields()
+            assert before[0].grid == (-(-COLUMNS // 256), 1, 1)
+            assert (source, columns, code) == (w.data.ptr, COLUMNS, config.ELEMENT_CODES[w_dtype])
+            assert (arguments.w, arguments.w_code) == (widened, config.ELEMENT_CODES[wide])
+            others = [arguments.dw_partials, arguments.db_partials, arguments.meeting]
+            assert all(not other or other < widened for other in others)
+            itemsize = np.dtype(wide).itemsize
+            if arguments.db_partials:
+                stride = config.partial_row_stride(COLUMNS)
+                assert widened >= arguments.db_partials + arguments.partial_rows * stride * itemsize
+            assert widened % 512 == 0
 
 
 @pytest.mark.parametrize("offset", [0, 4])
@@ -365,13 +440,14 @@ def test_one_walker_beside_no_column_blocks_keeps_apart_what_it_narrows(
 def test_one_walker_keeps_apart_what_starts_off_16_bytes(
     device: FakeDevice, mask: tuple[bool, ...], offset: int
 ) -> None:
-    """A partial row for each of dw and db that is wanted, in the workspace; nothing to meet for."""
+    """A partial row for each of dw and db that is wanted, in the workspace; it then adds up as if it had met others."""
     out = (None, *(device.array((COLUMNS,), offset=offset) if wanted else None for wanted in mask[1:]))
-    backward("layernorm", call_of(device, "layernorm", rows=1, output_mask=mask, out=out))
+    call = call_of(device, "layernorm", rows=1, output_mask=mask, out=out)
+    backward("layernorm", call | {"x": device.array((1, COLUMNS), "float16", offset=2)})
     dw, db, dw_partials, db_partials, _, meeting = device.launched[-1].fields()[6:12]
     assert (bool(dw), bool(db)) == mask[1:]
     assert (bool(dw_partials), bool(db_partials)) == ((False, False) if offset == 0 else mask[1:])
-    assert not meeting
+    assert bool(meeting) == (offset != 0)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -419,9 +495,9 @@ def test_walkers_of_a_long_backward_call_keep_pace(
         statistics = [device.array((rows,))] * (2 if norm == "layernorm" else 1)
         mask = (True, sums) if norm == "rmsnorm" else (True, sums, sums)
         getattr(cupynorm, f"{norm}_backward")(x, device.array((columns,)), dy, *statistics, output_mask=mask)
-        *_, lead, step_counters = device.launched[-1].fields()
-        assert (lead > 0) == paced
-        assert step_counters == (counters if sums else 1)
+        arguments = device.launched[-1].named()
+        assert (arguments.lead > 0) == paced
+        assert arguments.step_counters == (counters if sums else 1)
 
 
 def test_no_rows_launch_nothing(device: FakeDevice) -> None:

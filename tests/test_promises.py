@@ -87,6 +87,26 @@ def test_a_row_has_the_same_dx_in_any_company(xp: Any, case: Case) -> None:
         assert same_bits(part, together[few]), f"rows {few}"
 
 
+def few_row_cases(backend: str) -> list[Case]:
+    """Rows of a warp or less, and of a block or less, in every type and with dy of another."""
+    types = [*((x, x) for x in DTYPES), ("bfloat16", "float32"), ("float32", "float16")]
+    return [
+        Case(norm, 280, columns, x, "float32", dy, seed=columns)
+        for columns, norm, (x, dy) in itertools.product((96, 128, 384, 1024, 1536, 4096, 7168), NORMS, types)
+    ]
+
+
+@pytest.mark.parametrize(("xp", "case"), on_both(few_row_cases), indirect=["xp"])
+def test_few_rows_have_the_dx_that_they_have_among_many(xp: Any, case: Case) -> None:
+    """On a GPU the few take a way of their own, past the ring, by code of its own."""
+    tensors = make_case(xp, case)
+    for has_bias in (False, True):
+        together = backward(case.norm, tensors, has_bias=has_bias)[0]
+        for rows in (slice(1), slice(1, 3), slice(100, 164), slice(20, None)):
+            part = backward(case.norm, some_rows(tensors, rows), has_bias=has_bias)[0]
+            assert same_bits(part, together[rows]), f"rows {rows}, has_bias={has_bias}"
+
+
 def short_row_cases(backend: str) -> list[Case]:
     """Rows several of which a block has on the GPU: there the route depends on how far apart they lie."""
     return [

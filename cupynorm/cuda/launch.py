@@ -21,6 +21,7 @@ from .module import kernel
 # cudaDevAttr… ComputeCapabilityMajor, ComputeCapabilityMinor, MultiProcessorCount, MaxSharedMemoryPerBlockOptin
 _DEVICE_ATTRIBUTES = (75, 76, 16, 97)
 
+_WIDENING_THREADS = 256
 _PART_BYTES = 512  # what each part of a workspace is rounded up to, as CuPy's allocations are
 _alloc, _malloc_async = cupy.cuda.alloc, cupy.cuda.malloc_async
 _current_stream = cupy.cuda.get_current_stream
@@ -43,7 +44,7 @@ class Backward:
         config = choose.backward_config(problem, _is_aligned(problem, offset), device)
         split = config.route == "split"
         main = _backward_launch(config, "backward_split_apply" if split else f"backward_{config.route}")
-        walkers, column_blocks, row_threads = choose.grid(
+        walkers, column_blocks, row_threads, few_rows = choose.grid(
             config, problem, _walkers_at_once(main, config.cluster, device), device
         )
 
@@ -53,8 +54,10 @@ class Backward:
         # Column blocks need no memory. A single partial row is the sum: dw and db themselves, where these have its type
         # and alignment.
         sums = (problem.want_dw or problem.want_db) and not column_blocks
-        reduces = sums and walkers > 1
         apart = sums and (sums_offset != 0 or problem.narrows_sums)
+        reduces = sums and (walkers > 1 or (apart and config.route == "staged"))
+        usual = (problem.x_dtype, problem.compute_dtype)
+        widens_w = problem.want_dx and problem.w_dtype is not None and problem.w_dtype not in usual
         itemsize = problem.compute_dtype.itemsize
         partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize if reduces or apart else 0
         self._workspace = _Workspace(
@@ -62,6 +65,7 @@ class Backward:
             partials_bytes if problem.want_dw else 0,
             partials_bytes if problem.want_db else 0,
             problem.rows * config.slabs * 2 * itemsize if split and problem.want_dx else 0,
+            beside=problem.columns * itemsize if widens_w else 0,
         )
 
         launches = [main.over(*grid)]
@@ -69,7 +73,14 @@ class Backward:
             sums_walkers = choose.sums_walkers(config, problem, device)
             launches.insert(0, _backward_launch(config, "backward_split_sums").over(config.slabs, sums_walkers))
 
-        def make_arguments() -> tuple[Arguments, _Kept]:
+        self._widen_w = None
+        if widens_w:
+            widening = kernel("widen_w.cu", "widen_w", choose.widening_definitions(problem.x_dtype.name))
+            blocks_of_w = -(-problem.columns // _WIDENING_THREADS)
+            self._widen_w = Launch(widening, _WIDENING_THREADS).over(blocks_of_w)
+        w_dtype = problem.compute_dtype if widens_w else problem.w_dtype
+
+        def make_arguments() -> tuple[Arguments, Arguments, _Kept]:
             arguments = Arguments(
                 choose.BACKWARD_ARGUMENTS,
                 8,
@@ -78,7 +89,7 @@ class Backward:
                 problem.dy_row_stride,
                 problem.out_row_stride,
                 problem.columns,
-                _code(problem.w_dtype),
+                _code(w_dtype),
                 _code(problem.parameter_dtype),
                 config.group_threads,
                 config.slab_columns,
@@ -87,11 +98,13 @@ class Backward:
                 walkers,
                 row_threads or choose.reduction_row_threads(config.threads, blocks, walkers, problem),
                 config.groups,
-                choose.reads_once(problem) and not column_blocks,  # these read what the walkers have read
                 column_blocks,
                 *(choose.pace(config, problem.rows, walkers) if reduces else (0, 1)),
+                choose.reads_once(problem) and not column_blocks,  # these read what the walkers have read
+                few_rows,
             )
-            return arguments, _kept.on_device[device_id]
+            of_w = Arguments(choose.WIDENING_ARGUMENTS, 2, problem.columns, _code(problem.w_dtype))
+            return arguments, of_w, _kept.on_device[device_id]
 
         self._launches = launches
         self._thread = PerThread(make_arguments)
@@ -107,10 +120,15 @@ class Backward:
                     size = self.problem.columns * self.problem.parameter_dtype.itemsize
                     cupy.cuda.runtime.memsetAsync(address, 0, size, stream.ptr)
             return
-        arguments, kept = self._thread.own
+        arguments, of_w, kept = self._thread.own
         memory = self._workspace.take(stream, kept)  # held until the launches are out
         if memory is not None and memory.ptr != arguments.workspace:
             self._workspace.fill_in(arguments, memory.ptr)
+        if self._widen_w:
+            widened = memory.ptr + self._workspace.beside
+            of_w.fill(w, widened)
+            self._widen_w(stream.ptr, of_w.address, 0)
+            w = widened
         arguments.fill(x, dy, w, mean, rstd, dx, dw, db)
         for launch in self._launches:
             launch(stream.ptr, arguments.address, 0)
@@ -198,22 +216,24 @@ _kept = _KeptMemory()
 class _Workspace:
     """Memory that the kernels of a call need: counters, and behind them parts of the given sizes.
 
+    A last part, of `beside` bytes, is no argument of the main kernel; it lies at `self.beside`.
+
     The counters are those of steps (counters.cuh) or a Meeting (reduction.cuh), which begins with them.
 
     A stream's launches follow one another, so its calls use the same memory, which is kept from call to call. A graph,
     which may be launched on any stream, has its own, and so has a call that needs more than KEPT_BYTES.
     """
 
-    def __init__(self, counter_bytes: int, *sizes: int) -> None:
+    def __init__(self, counter_bytes: int, *sizes: int, beside: int = 0) -> None:
         self._counter_bytes = counter_bytes
-        counters, *parts = (-(-size // _PART_BYTES) * _PART_BYTES for size in (self._counter_bytes, *sizes))
+        counters, *parts = (-(-size // _PART_BYTES) * _PART_BYTES for size in (self._counter_bytes, *sizes, beside))
         most = choose.KEPT_COUNTER_BYTES
         self._keeps = counters <= most and most + sum(parts) <= choose.KEPT_BYTES
         # In kept memory nothing else ever lies where counters do: it would look like what blocks write there.
-        *starts, end = accumulate(parts, initial=most if self._keeps else counters)
+        *starts, self.beside, end = accumulate(parts, initial=most if self._keeps else counters)
         places = zip((*starts, 0), (*sizes, counter_bytes), strict=True)
         self._starts = [start if size else None for start, size in places]
-        self._bytes = end if counter_bytes or any(sizes) else 0
+        self._bytes = end if counter_bytes or any(sizes) or beside else 0
 
     def take(self, stream: Any, kept: _Kept) -> Any:
         """The memory, to be held while it is launched on, or None where none is needed."""

@@ -9,7 +9,7 @@ share. Constants stand where they are used, with what was measured; in us, bfloa
 variants.py lists every kernel that can be asked for.
 """
 
-from .backward import BACKWARD_ARGUMENTS, backward_config
+from .backward import BACKWARD_ARGUMENTS, WIDENING_ARGUMENTS, backward_config, widening_definitions
 from .common import ELEMENT_CODES, BackwardConfig, Device, ForwardConfig
 from .forward import FORWARD_ARGUMENTS, forward_config
 from .walkers import (
@@ -37,6 +37,7 @@ __all__ = [
     "KEPT_BYTES",
     "KEPT_COUNTER_BYTES",
     "STEP_COUNTERS_BYTES",
+    "WIDENING_ARGUMENTS",
     "BackwardConfig",
     "Device",
     "ForwardConfig",
@@ -54,4 +55,5 @@ __all__ = [
     "reads_once",
     "reduction_row_threads",
     "sums_walkers",
+    "widening_definitions",
 ]

@@ -24,6 +24,7 @@ from .common import (
     argument_bytes,
     columns_per_thread,
     compute_itemsize,
+    compute_name,
     counts_to_try,
     divide_up,
     groups_in_block,
@@ -72,7 +73,8 @@ STAGED_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
 # MB, an H100, direct and so, in vectors: RMSNorm N=512 with gaps of 8 columns 121.4 → 112.8 us, of 64 119.7 → 119.0,
 # of 128 117.8 → 126.1 (not there), 384 with 64 131.9 → 121.2; LayerNorm 512 148.6 → 113.2, 148.0 → 119.0, 146.4 →
 # 125.7, with 256 146.0 → 139.9, 64 with 64 152.8 → 178.1 (not there). Single columns: RMSNorm 512 with 1 218.4 →
-# 116.6, with 513 221.9 → 175.2, 129 with 1 313.7 → 167.4, LayerNorm 228.2 → 119.0, 230.3 → 178.9, 343.0 → 183.4.
+# 116.6, with 513 221.9 → 175.2, 129 with 1 313.7 → 167.4, LayerNorm 228.2 → 119.0, 230.3 → 178.9, 343.0 → 183.4;
+# strides of over twice the row were not timed.
 MOST_COPIED_GAPS = {True: {"rmsnorm": 1.17, "layernorm": 1.5}, False: {"rmsnorm": 2.5, "layernorm": 2.5}}
 STAGED_SHARED_W_BYTES = 3 * 8 * 4  # of a thread with STAGED_MANY_COLUMNS_PER_THREAD
 # Of LayerNorm with db, x and dy of one type, in place of 32, by the bytes of x's type from so many threads a row on and
@@ -134,7 +136,8 @@ SPLIT_THREADS = 256
 # so 50.2, without pace 48.9.
 MOST_BLOCKS_A_COUNTER = {"rmsnorm": 2, "layernorm": 1}
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
-BACKWARD_ARGUMENTS = "12P4q10i4h"  # struct BackwardArguments in backward.cuh
+BACKWARD_ARGUMENTS = "12P4q10i3h2?"  # struct BackwardArguments in backward.cuh
+WIDENING_ARGUMENTS = "2P2i"  # struct WideningArguments in widen_w.cu
 
 
 def backward_config(problem: NormProblem, aligned: bool, device: Device) -> BackwardConfig:
@@ -486,6 +489,10 @@ def _block_threads(kind: Kind, per_thread: int, keeps_pace: bool) -> int:
     filling = per_thread == STAGED_FILLING_COLUMNS and ITEMSIZE[x] == 2
     many = teams or may_wait or filling or per_thread == columns_per_thread(x)
     return STAGED_MAX_THREADS if many else STAGED_MAX_THREADS // 2
+
+
+def widening_definitions(x: str) -> tuple[str, ...]:
+    return f"COMPUTE_TYPE={compute_name(x)}", argument_bytes(WIDENING_ARGUMENTS)
 
 
 def backward_definitions(

@@ -91,6 +91,12 @@ class BackwardConfig(NamedTuple):
     def groups(self) -> int:
         return self.threads // self.group_threads
 
+    @property
+    def per_thread(self) -> int:
+        """Columns a thread."""
+        (number,) = (text.partition("=")[2] for text in self.definitions if text.startswith("COLUMNS_PER_THREAD="))
+        return int(number)
+
 
 class ForwardConfig(NamedTuple):
     """How one forward problem runs: see the head of the source file for what the words mean."""
@@ -114,13 +120,13 @@ class ForwardConfig(NamedTuple):
         return self.threads // self.group_threads
 
 
-def _compute_name(x_name: str) -> str:
+def compute_name(x_name: str) -> str:
     """The type of the arithmetic."""
     return "float64" if x_name == "float64" else "float32"
 
 
 def compute_itemsize(x_name: str) -> int:
-    return ITEMSIZE[_compute_name(x_name)]
+    return ITEMSIZE[compute_name(x_name)]
 
 
 def columns_per_thread(x_name: str) -> int:
@@ -180,7 +186,7 @@ def staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) -
 
 
 def several_columns(x: str, vector: bool, cluster: int) -> tuple[int, ...]:
-    return asked_for(STAGED_COLUMNS_PER_THREAD[vector][_compute_name(x)], cluster)
+    return asked_for(STAGED_COLUMNS_PER_THREAD[vector][compute_name(x)], cluster)
 
 
 def asked_for(several: tuple[int, ...], cluster: int) -> tuple[int, ...]:
@@ -189,7 +195,7 @@ def asked_for(several: tuple[int, ...], cluster: int) -> tuple[int, ...]:
 
 
 def _usual_columns(x: str) -> tuple[int, ...]:
-    return STAGED_USUAL_COLUMNS_PER_THREAD[_compute_name(x)]
+    return STAGED_USUAL_COLUMNS_PER_THREAD[compute_name(x)]
 
 
 def staged_threads(slab: int, choice: Choice) -> tuple[int, int] | None:

@@ -17,6 +17,7 @@ from .backward import (
     may_fill_lanes,
     may_keep_pace,
     part_of_warp_lanes,
+    widening_definitions,
 )
 from .common import (
     CLUSTERS,
@@ -26,6 +27,7 @@ from .common import (
     Device,
     Kind,
     columns_per_thread,
+    compute_name,
     staged_choice,
     staged_definitions,
     triad_definitions,
@@ -89,6 +91,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             return forward_keeps_pace(norm, held, cluster, vector, full)
 
         yield from _staged_variants("forward_staged", definitions, x, device, choices, parts, paced, lambda *_: False)
+    for x in sorted({compute_name(x) for x in FLOAT_NAMES}):
+        yield Variant("widen_w.cu", ("widen_w",), widening_definitions(x))
     for x, streaming in product(FLOAT_NAMES, (False, True)):
         yield Variant("triad.cu", ("triad",), triad_definitions(x, streaming))
 

@@ -65,6 +65,10 @@ HALF_COLUMN_BLOCKS_ROWS = {1: (50, 64), 2: (50, 64), 4: (64, 64)}
 # From so many columns on one row alone gains: LayerNorm 7.6 → 6.9 us, of 1024 6.2 → 6.6; where dw and db have another
 # type than their sums, in any case.
 COLUMN_BLOCKS_ONE_ROW = 4096
+# So few rows, where no group has more than one, take the kernel's short way (kTakesFewRows of backward_staged.cu). An
+# H100: 130x1024 7.2 → 6.8 us, LayerNorm 7.8 → 7.0, 264x1024 7.4 → 7.1, 8.0 → 7.3, but 512x1024 7.3 → 7.5, 7.6 → 7.8,
+# 512x512 6.9 → 7.3; of 40 columns a thread 1x5120 6.7 → 7.5, in clusters 1x16384 7.6 → 8.3.
+FEW_ROWS_A_MULTIPROCESSOR = 2
 ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction
 REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
 REDUCTION_BATCH = 10  # kReductionBatch of reduction.cuh
@@ -76,6 +80,7 @@ class Grid(NamedTuple):
     walkers: int  # blocks, clusters, or blocks of one slab, that walk along the rows
     column_blocks: int = 0  # behind them, blocks that sum dw and db (column_blocks.cuh); 0: the walkers do
     row_threads: int = 0  # of a column block, that share a column
+    few_rows: bool = False  # no group has more than one, and walkers sum no columns
 
 
 class _ColumnBlocks(NamedTuple):
@@ -87,8 +92,20 @@ class _ColumnBlocks(NamedTuple):
 
 def grid(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> Grid:
     """`blocks_at_once` is how many blocks (clusters) the device holds at the same time."""
-    return _column_blocks_grid(config, problem, blocks_at_once, device) or Grid(
-        partial_rows(config, problem, blocks_at_once, device)
+    found = _column_blocks_grid(config, problem, blocks_at_once, device)
+    found = found or Grid(partial_rows(config, problem, blocks_at_once, device))
+    sums = (problem.want_dw or problem.want_db) and not found.column_blocks
+    most = min(found.walkers * config.groups, FEW_ROWS_A_MULTIPROCESSOR * device.multiprocessors)
+    return found._replace(few_rows=takes_few_rows(config) and not sums and problem.rows <= most)
+
+
+def takes_few_rows(config: BackwardConfig) -> bool:
+    """Whether the kernel has a way past the ring for these: kTakesFewRows of backward_staged.cu."""
+    return (
+        config.route == "staged"
+        and "VECTOR=1" in config.definitions
+        and config.cluster == 1
+        and config.per_thread <= 32
     )
 
 
@@ -96,7 +113,7 @@ def _column_blocks_grid(
     config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device
 ) -> Grid | None:
     """None where column blocks are not worth it."""
-    least_rows = 1 if problem.narrows_sums or problem.columns >= COLUMN_BLOCKS_ONE_ROW else 2
+    least_rows = 1 if problem.narrows_sums or problem.columns >= COLUMN_BLOCKS_ONE_ROW or takes_few_rows(config) else 2
     if config.route != "staged" or problem.rows < least_rows or not (problem.want_dw or problem.want_db):
         return None
     if _data_bytes(problem) > COLUMN_BLOCKS_BYTES[kernels_sum_db(problem)][problem.norm]:
@@ -187,7 +204,8 @@ def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: i
         walkers = min(walkers, device.multiprocessors)
     bytes_a_row = problem.columns * compute_itemsize(problem.x_dtype.name) * (2 if problem.want_db else 1)
     steps = divide_up(problem.rows, config.groups)
-    walkers = min(walkers, max(1, WORKSPACE_BYTES // 2 // bytes_a_row), 1 if steps <= ONE_WALKER_STEPS else steps)
+    meets_nobody = steps <= ONE_WALKER_STEPS and (problem.want_dw or problem.want_db)
+    walkers = min(walkers, max(1, WORKSPACE_BYTES // 2 // bytes_a_row), 1 if meets_nobody else steps)
     walkers = max(1, walkers)
     return _evenly(steps, walkers) if config.route == "staged" and "VECTOR=1" in config.definitions else walkers
 
