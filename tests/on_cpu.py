@@ -112,7 +112,8 @@ class KernelsOnCpu(FakeDevice):
     def _library(self, *kernel: Any) -> Any:
         if kernel not in self._compiled:
             file, name, definitions = kernel
-            struct = "BackwardArguments" if name.startswith("backward") else "ForwardArguments"
+            structs = {"backward": "BackwardArguments", "forward": "ForwardArguments", "widen": "WideningArguments"}
+            struct = structs[name.partition("_")[0]]
             lines = ['#include "cuda.h"', *(f"#define {text.replace('=', ' ', 1)}" for text in definitions)]
             lines += [as_cpp(source(file, set()))]
             lines += ['extern "C" void run(const void* arguments, int x, int y, int threads, int bytes) {']
