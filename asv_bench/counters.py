@@ -47,7 +47,7 @@ METRICS = (
     "sm__cycles_active.min",
     "sm__cycles_active.max",
 )
-KERNELS = "regex:^(backward|forward|triad)"
+KERNELS = "regex:^(backward|forward|triad|widen)"
 HEAD = [
     *("op", "rows x N", "kernel", "us", "needs MB", "read MB", "written MB", "memory %", "issue %", "warps"),
     *("registers", "per element", "least busy %"),

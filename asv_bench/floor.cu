@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(256) floor_of_reduction(const Floor
         }
     }
     attendance.arrive(*a.meeting);
-    if (a.last == kAddedUp) reduce_partials<kReductionBatch, 2, float>(a, attendance, shared, 0, a.columns);
+    if (a.last == kAddedUp) reduce_partials<kReductionBatch, 0, float>(a, attendance, shared, 0, a.columns);
     else if (a.last == kMet) meet(*a.meeting, attendance);
     else if (threadIdx.x == 0 && int(attendance.arrived) == gridDim.x) {
         Meeting::write(a.meeting->before, attendance.before + attendance.arrived);  // as the last to arrive does

@@ -55,7 +55,7 @@ struct BackwardArguments {
     Compute* dw_partials;   // a row of partial_row_stride(columns) for each block or cluster; null: dw is the only one, or none
     Compute* db_partials;
     Sums<Compute>* sums;    // split route: rows × slabs
-    Meeting* meeting;       // null: nothing to reduce, or column blocks, or one walker, whose partial row is the sum
+    Meeting* meeting;       // null: nothing to reduce, or column blocks, or one walker whose partial row is dw, or narrowed to it
     int64 rows;
     int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
     int columns;
@@ -109,8 +109,8 @@ struct RowCoefficients {
     __device__ RowCoefficients(const Sums<Compute>& sums, Compute reciprocal_columns, const RowStatistics& row)
         : slope(sums.first * reciprocal_columns * row.rstd * row.rstd), c2(sums.second * reciprocal_columns) {}
     __device__ Compute dx(Compute dy, Compute w, Compute x, const RowStatistics& row) const {
-        const Compute g = kLayerNorm ? dy * w - c2 : dy * w;
-        return (g - row.centred(x) * slope) * row.rstd;
+        const Compute g = kLayerNorm ? fused(dy, w, -c2) : dy * w;
+        return fused(-row.centred(x), slope, g) * row.rstd;
     }
 };
 
@@ -394,8 +394,8 @@ __device__ void first_half(Sums<Compute>& row_sums, ColumnSums* column_sums, int
     for (int v = 0; v < kVector; ++v) {
         const Compute product = dy[v] * row.centred(x[v]);
         if constexpr (kRowSums) {
-            row_sums.first += product * w[v];
-            if constexpr (kLayerNorm) row_sums.second += dy[v] * w[v];
+            row_sums.first = fused(product, w[v], row_sums.first);
+            if constexpr (kLayerNorm) row_sums.second = fused(dy[v], w[v], row_sums.second);
         }
         if constexpr (kColumnSums) column_sums->add(k, v, product * row.rstd, dy[v]);
     }

@@ -10,7 +10,7 @@
 // together add up in the end (reduction.cuh). Orders of sums: a row over a thread's columns, over its lanes by a butterfly,
 // over its warps and blocks likewise; a column over 16 rows (64 where a thread has many columns), over these in turn, over
 // the block's groups. Where there is little data, the last blocks of the grid sum dw and db (column_blocks.cuh), and read x
-// and dy once more; the others write dx alone, of few rows past the ring.
+// and dy once more; the others write dx alone. Few rows whose dx alone the walkers write go past the ring.
 //
 // What stands before the first copies is short (by stamps, a kernel's first instructions take long; perhaps they come from
 // memory), and what is waited for is asked for in the order in which it is needed.
@@ -81,7 +81,7 @@ private:
 // Whether few rows, of which no group has more than one, go from memory to registers and back, past the ring: by so little code
 // that less of it is waited for. An H100, 1x4096 6.5 → 6.1 us, LayerNorm 6.8 → 6.3, 64x1024 6.8 → 6.3, 7.3 → 6.4. It takes
 // up to a tenth longer to compile. With 40 columns a thread and in clusters it gained nothing.
-constexpr bool kTakesFewRows = kVector > 1 && kColumnsPerThread <= 32 && !kClustered;
+constexpr bool kTakesFewRows = kVector > 1 && kColumnsPerThread <= 32 && !kManyColumns && !kClustered;
 
 // Of the arguments, what few rows need.
 struct FewRowsArguments {
@@ -110,9 +110,10 @@ __device__ __noinline__ void write_few_rows(FewRowsArguments a, BlockState* stat
     RowStatistics row = {};
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-        if (!active || !own.holds(k)) continue;
-        x[k].load_streaming(a.x + number * a.x_row_stride + own.at(k));
-        dy[k].load_streaming(a.dy + number * a.dy_row_stride + own.at(k));
+        if (!active || share.team_columns == 0) continue;
+        const int column = own.readable(k, share.team_column);  // as in the ring, where an Inf there shows, too
+        x[k].load_streaming(a.x + number * a.x_row_stride + column);
+        dy[k].load_streaming(a.dy + number * a.dy_row_stride + column);
     }
     if (active) row.load(a, number);
     Weights w;
@@ -126,9 +127,6 @@ __device__ __noinline__ void write_few_rows(FewRowsArguments a, BlockState* stat
     X* const dx = a.dx + number * a.dx_row_stride;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-        // The loop, too, computes everything twice: a product that was kept would be rounded, not fused with a sum.
-        x[k].forget();
-        dy[k].forget();
         second_half(dx + own.at(k), active && own.holds(k), k, x[k], dy[k], w, row, coefficients);
     }
 }
@@ -149,13 +147,15 @@ constexpr int kThreadsAtOnce = kVector > 1 ? kVectorsAtOnce : kSinglesAtOnce;
 constexpr bool kFillsBlock = kColumnsPerThread == 28 && !kClustered && sizeof(X) == 2;
 
 // Whether the second halves of the last two steps (where nobody meets, of the last one) come behind the partial row, in a
-// loop of their own. LayerNorm with db gains where registers are few, in clusters (N=131072, 1 GB, 265 → 262 us), and where
-// pace is kept (N=8192, 100 MB, 39.6 → 37.9). It takes some 10% longer to compile. Larger types were not timed.
+// loop of their own. LayerNorm with db gains where registers are few, in clusters (N=131072, 1 GB, 265 → 262 us), where pace is
+// kept (N=8192, 100 MB, 39.6 → 37.9; not with 24 columns: 3 to 6% more at 6 MB), and with single columns (12289, 100 MB, 44.4 →
+// 43.8). It takes some 10% longer to compile. Larger types were not timed.
 constexpr bool kHoldsBack = kLayerNorm && kWantDb && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps && !kManyColumns &&
                             (kClustered || kVector == 1 || (kColumnsPerThread > 24 && PACED && !kFillsBlock));
 
 // Else, whether the partial row is on its way before the last of the block's dx, which is written meanwhile: N=16384, 25 MB,
-// 17.7 → 16.8 us. Not where the compiler takes more registers for it (LayerNorm, 32 columns: 254, not 218).
+// 17.7 → 16.8 us. Not where the compiler takes more registers for it (LayerNorm, 32 columns: 254, not 218; 64 columns then spill),
+// nor with single columns in parts of a warp (N=129 64.9 → 66.2).
 constexpr bool kPublishesInLoop =
     !kHoldsBack && (kVector > 1 ? (kClustered && !kManyColumns) || !kWantDb : kWholeWarps && !kWantDb);
 
@@ -164,7 +164,8 @@ constexpr bool kPublishesInLoop =
 constexpr int kFirstSteps =
     !kLayerNorm && sizeof(X) == 2 && sizeof(Dy) == 2 && !kManyColumns ? 2 : 1;
 
-// Ring of staged.cuh: where registers are few (LayerNorm, N=32768, 1 GB, 244.5 → 243.1 us). Without pace it loses.
+// Ring of staged.cuh: where registers are few (LayerNorm, N=32768, 1 GB, 244.5 → 243.1 us). RMSNorm takes as long; without pace it
+// loses.
 constexpr bool kSourcesAhead = kVector > 1 && PACED && (kLayerNorm || kManyColumns) && !kFillsBlock;
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)

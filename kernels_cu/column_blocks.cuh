@@ -1,5 +1,5 @@
 // dw and db where there is little data, by blocks of their own: these go down the columns, while row walkers, if dx is
-// wanted, write that alone in the same launch. (These sum, too, for nobody: without that they are no faster.) Then x and dy
+// wanted, write that alone in the same launch. (Where they do not go past the ring they sum, too, for nobody.) Then x and dy
 // are read twice, the second time mostly from the L2 cache, but no block waits for another, and no partial row goes through
 // memory.
 //

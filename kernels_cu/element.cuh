@@ -118,6 +118,12 @@ template <class C> __device__ void store_element(void* base, int code, int64 ind
     }
 }
 
+// --- arithmetic -----------------------------------------------------------------------------------------------------
+
+// a·b + c, rounded once. Where two pieces of code are to give the same bits, the compiler has no choice.
+__device__ inline float32 fused(float32 a, float32 b, float32 c) { return __fmaf_rn(a, b, c); }
+__device__ inline float64 fused(float64 a, float64 b, float64 c) { return __fma_rn(a, b, c); }
+
 // --- packed vectors -------------------------------------------------------------------------------------------------
 
 template <int kBytes> struct WordOf { using type = uint4; };
@@ -155,13 +161,6 @@ template <class T, int V> struct Packed {
     __device__ void store_streaming(T* target) const {
 #pragma unroll
         for (int i = 0; i < kWords; ++i) __stcs(reinterpret_cast<Word*>(target) + i, words[i]);
-    }
-
-    // The compiler forgets what it computed from the elements.
-    __device__ void forget() {
-        unsigned* word = reinterpret_cast<unsigned*>(words);
-#pragma unroll
-        for (int i = 0; i < kBytes / 4; ++i) asm volatile("" : "+r"(word[i]));
     }
 
     template <class C> __device__ void unpack(C (&values)[V]) const {
@@ -209,7 +208,6 @@ template <class T> struct Packed<T, 1> {
     __device__ void load_streaming(const T* source) { element = *source; }
     __device__ void store(T* target) const { *target = element; }
     __device__ void store_streaming(T* target) const { *target = element; }
-    __device__ void forget() {}
     template <class C> __device__ void unpack(C (&values)[1]) const { values[0] = widen<C>(element); }
     template <class C> __device__ void pack(const C (&values)[1]) { element = Narrow<T>::from(values[0]); }
 };

@@ -2,7 +2,7 @@
 // in the same launch. Slices of columns are shared out among the blocks; a column's sum has the same order whoever adds
 // it up: a thread takes row number row_threads, 2·row_threads, … on from its own, of four columns; then lanes of a warp
 // by a butterfly, warps in order. All in float64, so that dw and db are rounded once here. A single walker's partial row
-// is the sum itself, and is at most narrowed.
+// is the sum itself: dw and db, or what is narrowed to them.
 //
 // No block waits for one that has not started, which may have to wait itself, for multiprocessors that other kernels hold.
 // A block that has written its partial row, and sees that all others have started, waits until they have arrived, too.
@@ -199,8 +199,8 @@ __device__ void narrow_partial_row(const Arguments& a, int first_column, int col
 }
 
 // By all threads of all blocks, when they have arrived, each with the columns that it holds: `shared` has 32 bytes for each
-// thread, of which nothing is needed any more. For kBatch partial rows a thread waits together, of one that it narrows for
-// kTogether columns; 0: there is a meeting wherever a partial row is not the sum itself.
+// thread, of which nothing is needed any more. A thread loads kBatch partial rows together, and kTogether columns where it narrows
+// a single one; 0: that never happens.
 template <int kBatch, int kTogether, class C, class Arguments>
 __device__ void reduce_partials(const Arguments& a, const Attendance& attendance, void* shared, int own_first_column,
                                 int own_columns) {

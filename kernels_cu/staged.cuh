@@ -474,7 +474,8 @@ template <bool kBoth> struct SumExchange {
         return slots + slot * entries;
     }
 
-    // For a block that has one step: with a barrier of the whole block, for which nothing need be made. Not in clusters.
+    // The same in one, for a block that has one step: by all its threads, over their barrier, for which nothing need be made. Not
+    // in clusters.
     __device__ Sums<Compute> at_once(Sums<Compute> sums, int thread) const {
         sum_in_warp(sums);
         if (entries == 1) return sums;

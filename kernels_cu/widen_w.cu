@@ -1,5 +1,5 @@
-// w where it has neither x's type nor the arithmetic's, in the latter, for the backward kernels. These take the two alone: for
-// all four types they would take up to a tenth longer to compile, off 16 bytes a fifth.
+// w where it has neither x's type nor the arithmetic's, converted to the latter (float64 rounded to float32), for the backward
+// kernels. These read the two alone: for all four types they would take up to a tenth longer to compile, off 16 bytes a fifth.
 //
 // Compile-time switch: COMPUTE_TYPE, of the arithmetic.
 #include "element.cuh"

@@ -18,6 +18,7 @@ import cupynorm
 
 # Parts of a warp, one warp, several, blocks of several teams, clusters of 2 to 16; off 16 bytes where N is odd. With
 # few rows blocks of their own sum dw and db, two of them on a multiprocessor at 400x3072 and, of bfloat16, 150x10240;
+# the fewest, to 7x4096 and 40x896, go past the ring;
 # from 6200x1024 on those that walk along the rows meet. The forward pass draws steps of 51000x1024 to 300000x128 on a
 # device of 132 multiprocessors; in these, 3200x7168 and the last two, walkers of both norms keep pace: alone on their
 # multiprocessor, with other blocks, in clusters.
@@ -48,6 +49,7 @@ def main() -> None:
         cupynorm.rmsnorm_backward(x, w, dy, rstd)
         _, mean, rstd = cupynorm.layernorm_forward(x, w, b)
         cupynorm.layernorm_backward(x, w, dy, mean, rstd)
+        cupynorm.layernorm_backward(x, w.astype(np.float16), dy, mean, rstd)  # a type that is widened first
         cupy.cuda.Device().synchronize()
         print(np.dtype(dtype).name, rows, columns, gap, flush=True)
 

@@ -522,19 +522,24 @@ def test_one_row_has_column_blocks_where_that_is_short_or_its_sums_are_narrowed(
 
 
 def test_few_rows_are_where_the_kernel_takes_them(device):
-    """The numbers of kTakesFewRows in backward_staged.cu."""
     source = (module.source_directory() / "backward_staged.cu").read_text(encoding="utf-8")
-    assert "kTakesFewRows = kVector > 1 && kColumnsPerThread <= 32 && !kClustered;" in source
+    assert "kTakesFewRows = kVector > 1 && kColumnsPerThread <= 32 && !kManyColumns && !kClustered;" in source
     for columns, x, aligned in product(COLUMNS, DTYPES, (True, False)):
         problem = replace(backward(columns, x, x, rows=2), want_dw=False, want_db=False)
         chosen = config.backward_config(problem, aligned, device)
-        takes = (
-            chosen.route == "staged"
-            and "VECTOR=1" in chosen.definitions
-            and "CLUSTER=1" in chosen.definitions
-            and defined(chosen, "COLUMNS_PER_THREAD") <= 32
-        )
-        assert config.grid(chosen, problem, device.multiprocessors, device).few_rows == takes, (columns, x, aligned)
+        few = config.grid(chosen, problem, device.multiprocessors, device).few_rows
+        if chosen.route != "staged":
+            assert not few
+            continue
+        many_columns = chosen.per_thread * config.common.compute_itemsize(x) > 160
+        vector, cluster = defined(chosen, "VECTOR"), defined(chosen, "CLUSTER")
+        takes = vector and chosen.per_thread <= 32 and not many_columns and cluster == 1
+        assert few == takes, (columns, x, aligned)
+
+
+def test_w_of_a_third_type_has_its_kernels_among_the_variants(device):
+    for x in DTYPES:
+        assert ("widen_w.cu", config.widening_definitions(x)) in compiled_for(device)
 
 
 @pytest.mark.parametrize(("multiprocessors", "expected"), [(132, (68, 64, 16)), (78, (46, 32, 8)), (36, (20, 16, 4))])

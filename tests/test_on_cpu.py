@@ -136,7 +136,7 @@ STAGED = ("backward_staged", "forward_staged")
 def test_few_rows(
     device: KernelsOnCpu, norm: str, rows: int, columns: int, types: tuple[str, str, str | None], gap: int
 ) -> None:
-    """One or two steps of each walker; dw and db by column blocks, or by walkers that meet."""
+    """Past the ring, or one or two steps of each walker; dw and db by column blocks, or by walkers that meet."""
     check_both(device, case_of(norm, rows, columns, *types), STAGED, gap)
 
 
@@ -197,11 +197,16 @@ def test_who_keeps_pace_leaves_counters_of_zero(small_device: KernelsOnCpu, norm
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(device: KernelsOnCpu, norm: str) -> None:
-    """Few rows and many, with other groups, column blocks and walkers."""
-    tensors = make_case(np, case_of(norm, 600, 512, "float32"))
+@pytest.mark.parametrize(
+    ("many", "columns", "x"), [(600, 512, "float32"), (280, 1000, "bfloat16"), (280, 1536, "bfloat16")]
+)
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
+    device: KernelsOnCpu, norm: str, many: int, columns: int, x: str
+) -> None:
+    """Few rows, past the ring, and many, with other groups, column blocks and walkers."""
+    tensors = make_case(np, case_of(norm, many, columns, x))
     parts = []
-    for rows in (600, 64, 3):
+    for rows in (many, 64, 3):
         part = {name: a[:rows] if a is not None and name not in ("w", "b") else a for name, a in vars(tensors).items()}
         placed = on_device(device, Tensors(**part))
         dx = run(device, backward(norm, placed), "backward_staged")[0]

@@ -88,23 +88,44 @@ def test_a_row_has_the_same_dx_in_any_company(xp: Any, case: Case) -> None:
 
 
 def few_row_cases(backend: str) -> list[Case]:
-    """Rows of a warp or less, and of a block or less, in every type and with dy of another."""
-    types = [*((x, x) for x in DTYPES), ("bfloat16", "float32"), ("float32", "float16")]
+    """Rows of a warp or less, and of a block or less, some with idle lanes, in every type, with dy and w of others."""
+    types = [*((x, "float32", x) for x in DTYPES), ("bfloat16", "bfloat16", "float32"), ("float32", None, "float16")]
+    types += [("float16", "float64", "float16")]
     return [
-        Case(norm, 280, columns, x, "float32", dy, seed=columns)
-        for columns, norm, (x, dy) in itertools.product((96, 128, 384, 1024, 1536, 4096, 7168), NORMS, types)
+        Case(norm, 280, columns, x, w, dy, seed=columns)
+        for columns, norm, (x, w, dy) in itertools.product((96, 384, 1000, 1024, 1536, 3000, 4096, 7168), NORMS, types)
     ]
 
 
 @pytest.mark.parametrize(("xp", "case"), on_both(few_row_cases), indirect=["xp"])
 def test_few_rows_have_the_dx_that_they_have_among_many(xp: Any, case: Case) -> None:
-    """On a GPU the few take a way of their own, past the ring, by code of its own."""
+    """On a GPU the few go past the ring, by code of their own; with small gaps between rows, too."""
     tensors = make_case(xp, case)
     for has_bias in (False, True):
         together = backward(case.norm, tensors, has_bias=has_bias)[0]
         for rows in (slice(1), slice(1, 3), slice(100, 164), slice(20, None)):
-            part = backward(case.norm, some_rows(tensors, rows), has_bias=has_bias)[0]
-            assert same_bits(part, together[rows]), f"rows {rows}, has_bias={has_bias}"
+            few = some_rows(tensors, rows)
+            apart = replace(few, x=with_gaps(xp, few.x, 8), dy=with_gaps(xp, few.dy, 8))
+            for part in (few, apart):
+                dx = backward(case.norm, part, has_bias=has_bias)[0]
+                assert same_bits(dx, together[rows]), f"rows {rows}, has_bias={has_bias}, apart={part is apart}"
+
+
+def idle_lane_cases(backend: str) -> list[Case]:
+    return [Case(norm, 280, n, "bfloat16", "float32", "bfloat16") for n in (384, 1000, 3000, 7168) for norm in NORMS]
+
+
+@pytest.mark.parametrize(("xp", "case"), on_both(idle_lane_cases), indirect=["xp"])
+def test_a_row_with_an_infinite_element_has_the_same_dx_alone(xp: Any, case: Case) -> None:
+    """On a GPU an idle lane reads a column of another's: 0 times it is NaN where it is infinite, in any company."""
+    tensors = make_case(xp, case)
+    tensors.dy[1, 0], tensors.dy[2, case.columns - 1] = np.inf, -np.inf
+    together = backward(case.norm, tensors, has_bias=False)[0].astype(np.float32)
+    alone = backward(case.norm, some_rows(tensors, slice(1, 3)), has_bias=False)[0].astype(np.float32)
+    for dx in (together[1:3], alone):
+        assert not xp.isfinite(dx).all(axis=1).any()
+    assert bool((xp.isnan(alone) == xp.isnan(together[1:3])).all())
+    assert bool((alone == together[1:3])[~xp.isnan(alone)].all())
 
 
 def short_row_cases(backend: str) -> list[Case]:

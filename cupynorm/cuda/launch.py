@@ -52,7 +52,8 @@ class Backward:
         blocks = grid[0] * grid[1]
 
         # Column blocks need no memory. A single partial row is the sum: dw and db themselves, where these have its type
-        # and alignment.
+        # and alignment. Else the direct and split kernels narrow it; the staged kernel has no code for that, and holds a
+        # meeting of one.
         sums = (problem.want_dw or problem.want_db) and not column_blocks
         apart = sums and (sums_offset != 0 or problem.narrows_sums)
         reduces = sums and (walkers > 1 or (apart and config.route == "staged"))
@@ -216,7 +217,7 @@ _kept = _KeptMemory()
 class _Workspace:
     """Memory that the kernels of a call need: counters, and behind them parts of the given sizes.
 
-    A last part, of `beside` bytes, is no argument of the main kernel; it lies at `self.beside`.
+    A last part, of `beside` bytes, is no argument of the main kernel; it lies `self.beside` bytes from the start.
 
     The counters are those of steps (counters.cuh) or a Meeting (reduction.cuh), which begins with them.
 

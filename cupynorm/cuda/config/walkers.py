@@ -62,14 +62,14 @@ COLUMN_BLOCKS_WALKERS = 3 / 4
 # 10.3, 25 MB 15.0 → 15.4, but 32768 17.6 → 15.6. Larger clusters lost (LayerNorm, 25 MB, N=131072 21.2 → 26.1), as did
 # larger types and slices of two sectors; off 16 bytes LayerNorm, 61x8191, by 15%.
 HALF_COLUMN_BLOCKS_ROWS = {1: (50, 64), 2: (50, 64), 4: (64, 64)}
-# From so many columns on one row alone gains: LayerNorm 7.6 → 6.9 us, of 1024 6.2 → 6.6; where dw and db have another
-# type than their sums, in any case.
+# One row alone gains past the ring and, else (off 16 bytes, in clusters, of 40 columns a thread), from so many columns
+# on, LayerNorm 7.6 → 6.9 us, of 1024 6.2 → 6.6; where dw and db have another type than their sums, in any case.
 COLUMN_BLOCKS_ONE_ROW = 4096
 # So few rows, where no group has more than one, take the kernel's short way (kTakesFewRows of backward_staged.cu). An
 # H100: 130x1024 7.2 → 6.8 us, LayerNorm 7.8 → 7.0, 264x1024 7.4 → 7.1, 8.0 → 7.3, but 512x1024 7.3 → 7.5, 7.6 → 7.8,
 # 512x512 6.9 → 7.3; of 40 columns a thread 1x5120 6.7 → 7.5, in clusters 1x16384 7.6 → 8.3.
 FEW_ROWS_A_MULTIPROCESSOR = 2
-ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction
+ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction, if there is one
 REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
 REDUCTION_BATCH = 10  # kReductionBatch of reduction.cuh
 
@@ -204,8 +204,8 @@ def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: i
         walkers = min(walkers, device.multiprocessors)
     bytes_a_row = problem.columns * compute_itemsize(problem.x_dtype.name) * (2 if problem.want_db else 1)
     steps = divide_up(problem.rows, config.groups)
-    meets_nobody = steps <= ONE_WALKER_STEPS and (problem.want_dw or problem.want_db)
-    walkers = min(walkers, max(1, WORKSPACE_BYTES // 2 // bytes_a_row), 1 if meets_nobody else steps)
+    one_takes_all = steps <= ONE_WALKER_STEPS and (problem.want_dw or problem.want_db)
+    walkers = min(walkers, max(1, WORKSPACE_BYTES // 2 // bytes_a_row), 1 if one_takes_all else steps)
     walkers = max(1, walkers)
     return _evenly(steps, walkers) if config.route == "staged" and "VECTOR=1" in config.definitions else walkers
 
