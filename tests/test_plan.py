@@ -287,6 +287,43 @@ def test_a_large_workspace_is_not_kept(device: FakeDevice) -> None:
     assert launch._Workspace(64, 512).take(device.stream, kept) is kept[device.stream.ptr][2]
 
 
+def test_a_workspace_for_what_lies_beside_alone(device: FakeDevice) -> None:
+    """Kept, it lies behind what counters may take, and is not cleared from call to call; too large, it is not kept."""
+    from cupynorm.cuda import launch
+
+    kept: dict[int, Any] = {}
+    workspace = launch._Workspace(0, 0, beside=1000)
+    memory = workspace.take(device.stream, kept)
+    assert memory is kept[device.stream.ptr][2]
+    assert workspace.beside >= config.KEPT_COUNTER_BYTES
+    assert workspace.beside + 1000 <= device.allocated[-1][1]
+    zeroed = len(device.zeroed)
+    assert workspace.take(device.stream, kept) is memory
+    assert len(device.zeroed) == zeroed
+    behind = launch._Workspace(64, 2000, beside=1000)
+    assert behind.beside >= config.KEPT_COUNTER_BYTES + 2000
+    large = launch._Workspace(0, beside=config.KEPT_BYTES)
+    assert large.take(device.stream, {}) is not None
+    assert (large.beside, device.allocated[-1][1]) == (0, config.KEPT_BYTES)
+
+
+def test_w_is_widened_where_nobody_else_does(device: FakeDevice) -> None:
+    """In each stream's memory and each graph's, with few rows and with a meeting, before the main kernel."""
+    places = []
+    for rows in (48, ROWS):
+        for pointer, capturing in ((7, False), (9, False), (7, True)):
+            device.stream = FakeStream(pointer, capturing)
+            device.launched.clear()
+            call = call_of(device, "rmsnorm", rows=rows) | {"w": device.array((COLUMNS,), "float64")}
+            backward("rmsnorm", call)
+            assert [launch.stream for launch in device.launched] == [pointer] * 2
+            first, second = device.launched
+            assert first.kernel == "widen_w"
+            assert first.fields()[1] == second.named().w
+            places.append(second.named().w)
+    assert len(set(places)) == len(places)
+
+
 def arguments_of(arguments: Any, size: int) -> bytes:
     """What a launch would read."""
     return ctypes.string_at(ctypes.c_void_p.from_address(arguments.address).value or 0, size)
