@@ -155,8 +155,8 @@ def test_a_short_row_has_the_same_bits_with_gaps_between_rows(xp: Any, case: Cas
     [*itertools.product((1, 2, 3, 8), (96, 1001, 1024, 4096, 262144)), (1000, 1), (20, 1)],
 )
 def test_few_rows_give_the_sums_whoever_adds_them_up(columns: int, rows: int) -> None:
-    """A single walker (of one short row, and of 1000 rows of one column) writes dw and db itself; where they start off
-    16 bytes, by way of a partial row. Else column blocks do."""
+    """A single walker (of one short row off 16 bytes, of 1000 rows of one column) writes dw and db itself; where these
+    start off 16 bytes, by way of a partial row and a meeting of one. Else column blocks do."""
     cupy = pytest.importorskip("cupy")
     tensors = make_tensors(cupy, "layernorm", (rows, columns), "float32")
     # With dx, column blocks sum the 1000 rows, in another order than a single walker.
