@@ -385,7 +385,7 @@ def test_no_warp_reads_single_columns_that_are_not_there(device, x, dy):
     lengths = [*range(1, 2700, 7), *range(2701, 300000, 1553), *(n + m for n in LENGTHS for m in (-1, 1))]
     for columns, norm in product(lengths, ("rmsnorm", "layernorm")):
         chosen = config.backward_config(backward(columns, x, dy, norm=norm), False, device)
-        per_thread = next(int(d.split("=")[1]) for d in chosen.definitions if d.startswith("COLUMNS_PER_THREAD="))
+        per_thread = chosen.per_thread
         part = "PART_OF_WARP=1" in chosen.definitions
         if chosen.route == "staged" and per_thread > config.common.columns_per_thread(x) and not part:
             last = columns - (chosen.cluster - 1) * chosen.slab_columns
@@ -476,7 +476,7 @@ ON_H200 = [
 
 @pytest.mark.parametrize(("norm", "rows", "columns", "x", "dy", "aligned", "at_once", "expected"), ON_H200)
 def test_column_blocks_of_an_h200(norm, rows, columns, x, dy, aligned, at_once, expected):
-    """What the docstrings say was measured."""
+    """What is said beside the constants of walkers.py."""
     problem = backward(columns, x, dy, rows=rows, norm=norm)
     chosen = config.backward_config(problem, aligned, DEVICES["sm_90"])
     assert config.grid(chosen, problem, at_once, DEVICES["sm_90"])[:3] == expected
