@@ -42,7 +42,7 @@ static_assert(kVectors * kVector == kColumnsPerThread, "the vectors cover a thre
 
 // A thread adds this many rows into registers before it adds the registers into the second level: two levels keep the
 // error of long float32 sums at that of short ones. Relative to the sum, n terms cost about 2.5e-8·sqrt(n/2).
-constexpr int kRowsPerFlush = kManyColumns ? 64 : 16;
+constexpr int kRowsPerFlush = 16;
 
 struct BackwardArguments {
     const X* x;
@@ -52,9 +52,9 @@ struct BackwardArguments {
     const Compute* rstd;
     X* dx;                  // null: not wanted
     void *dw, *db;          // null: not wanted
-    Compute* dw_partials;   // a row of partial_row_stride(columns) for each block or cluster; null: dw is the only one, or none
+    Compute* dw_partials;   // a row of partial_row_stride(columns) for each walker; null: dw is the only one, or none
     Compute* db_partials;
-    Sums<Compute>* sums;    // split route: rows × slabs
+    void* sums;             // split route: Sums<Compute> of rows × slabs; gangs: what they exchange
     Meeting* meeting;       // null: nothing to reduce, or column blocks, or one walker whose partial row is dw, or narrowed to it
     int64 rows;
     int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
@@ -62,12 +62,13 @@ struct BackwardArguments {
     int w_code, dw_code;    // ElementCode, of w (x's type or the arithmetic's: widen_w.cu), and of dw and db
     int group_threads;      // threads that share a row
     int slab_columns;       // columns of a row that one block holds
-    int stages;             // staged route: steps in flight
     int steps;              // staged route: at least so many of each walk over the rows
     int partial_rows;
     int row_threads;        // threads that share a column, of a column block or in the final reduction; there a power of two
     int groups;             // of a block
     // Staged route.
+    short stages;           // steps in flight
+    short blocks_a_row;     // of a cluster or a gang
     short column_blocks;    // blocks behind those that walk rows, which sum dw and db; 0: the walkers do
     short lead;             // of Pace, in quarters of a step; 0: no pace is kept
     short step_counters;    // a power of two
@@ -114,47 +115,18 @@ struct RowCoefficients {
     }
 };
 
-// w of a thread's columns. Where registers do not hold all of it beside dw and db, some vectors lie in shared memory.
+// w of a thread's columns.
 struct Weights {
-    static constexpr int kInShared = kManyColumns && kWantDb ? 3 : 0, kOwn = kVectors - kInShared;
-
-    Compute own[kOwn][kVector];
-    SharedVectors shared;
-
-    __device__ static constexpr int shared_bytes(int threads) { return SharedVectors::bytes(kInShared, threads); }
+    Compute own[kVectors][kVector];
 
     // Where the thread holds no column, w is 0, so that nothing read there reaches a sum.
-    __device__ void load(const void* first_column, int code, const Columns& at, void* shared_memory = nullptr) {
-        shared.base = static_cast<Compute*>(shared_memory);
-        load_vectors(own, 0, first_column, code, at);
+    __device__ void load(const void* first_column, int code, const Columns& at) {
 #pragma unroll
-        for (int k = kOwn; k < kVectors; ++k) {
-            Compute w[1][kVector];
-            load_vectors(w, k, first_column, code, at);
-            shared.put(k - kOwn, w[0]);
+        for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+            for (int v = 0; v < kVector; ++v) own[k][v] = Compute(at.holds(k));
         }
-    }
-
-    __device__ void get(Compute (&w)[kVector], int k) const {
-        if (k < kOwn) {
-#pragma unroll
-            for (int v = 0; v < kVector; ++v) w[v] = own[k][v];
-        } else {
-            shared.get(k - kOwn, w);
-        }
-    }
-
-private:
-    template <int K>
-    __device__ static void load_vectors(Compute (&w)[K][kVector], int first_vector, const void* first_column, int code,
-                                        const Columns& at) {
-#pragma unroll
-        for (int k = 0; k < K; ++k) {
-#pragma unroll
-            for (int v = 0; v < kVector; ++v) w[k][v] = Compute(at.holds(first_vector + k));
-        }
-        load_columns_of_either<Compute, X>(
-            w, first_column, code, [&](int k) { return at.holds(first_vector + k) ? at.at(first_vector + k) : -1; });
+        load_columns_of_either<Compute, X>(own, first_column, code, [&](int k) { return at.holds(k) ? at.at(k) : -1; });
     }
 };
 
@@ -174,7 +146,7 @@ private:
     }
 };
 
-// The columns' sums over rows. Level one lies in registers. Level two, where there are more rows, usually lies in shared
+// The columns' sums over rows. Level one lies in registers. Level two, where there are more rows, lies in shared
 // memory, and there the groups of a block are added together at the end. There a thread's accumulators are laid out in
 // runs of 16 bytes: run i of thread t is run i·threads + t of `outer`.
 struct ColumnSums {
@@ -190,7 +162,7 @@ struct ColumnSums {
     using Run = Packed<Compute, kRun>;
 
     __device__ static constexpr int shared_bytes(int threads) {
-        return kManyColumns ? 0 : (kWantDb ? 2 : 1) * kRuns * 16 * threads;
+        return (kWantDb ? 2 : 1) * kRuns * 16 * threads;
     }
 
     __device__ ColumnSums(void* shared, int thread, int threads)
@@ -205,15 +177,12 @@ struct ColumnSums {
     }
 
     // Once for each row, and once more, or with the last row, with `complete`; of a block with several groups that brings the
-    // sums into the second level. `find_target` makes the PartialRow, where it is needed. With many columns write_partials()
-    // completes them: LayerNorm's kernel spills more else (N=262144, 1 GB, 282 → 318 us).
-    template <class FindTarget>
-    __device__ void row_done(const Columns& own, FindTarget find_target, int group_threads, bool complete = false) {
+    // sums into the second level.
+    __device__ void row_done(int group_threads, bool complete = false) {
         if (++rows_since_flush < kRowsPerFlush && !complete) return;
-        if constexpr (kManyColumns) write_own_columns(find_target(), own);
-        else add_outer();
+        add_outer();
         if (complete && group_threads == threads) return;
-        if constexpr (!kManyColumns) store_outer();
+        store_outer();
         flushed = true;
         clear();
     }
@@ -221,7 +190,7 @@ struct ColumnSums {
     // The sums of all rows of the block, which are complete, written to its partial row; to be called by all of its
     // `threads`. The threads of several groups meet at a barrier.
     __device__ void write_partials(const PartialRow& target, const Columns& own, int group_threads) {
-        if (group_threads == threads || kManyColumns) {
+        if (group_threads == threads) {
             write_own_columns(target, own);
         } else {
             barrier_over(threads);
@@ -244,10 +213,6 @@ private:
 
     // To the columns of a block that is one group.
     __device__ void write_own_columns(const PartialRow& target, const Columns& own) {
-        if (kManyColumns && flushed) {
-            if (target.dw) add_own(dw, target.dw, own);
-            if (target.db) add_own(db, target.db, own);
-        }
         if (target.dw) write_own(target.dw, dw, own);
         if (target.db) write_own(target.db, db, own);
     }
@@ -299,21 +264,6 @@ private:
     }
 
     static constexpr int kWidth = minimum(kVector, kRun);  // columns that follow one another in memory
-
-    __device__ static void add_own(Level& level, const Compute* source, const Columns& own) {
-#pragma unroll
-        for (int e = 0; e < kColumnsPerThread; e += kWidth) {
-            const int k = e / kVector, v = e % kVector;
-            if (!own.holds(k)) continue;
-            Packed<Compute, kWidth> packed;
-            Compute values[kWidth];
-            packed.load(source + own.at(k) + v);
-            packed.unpack(values);
-#pragma unroll
-            for (int j = 0; j < kWidth; ++j) level[k][v + j] += values[j];
-            asm volatile("" ::: "memory");
-        }
-    }
 
     __device__ static void write_own(Compute* target, const Level& level, const Columns& own) {
 #pragma unroll
@@ -370,13 +320,12 @@ private:
     }
 };
 
-// When the column sums are complete: the block's partial row, for all to see.
-template <class FindTarget>
-__device__ Attendance publish_columns(const BackwardArguments& a, ColumnSums& sums, FindTarget partial_row,
-                                      const Columns& own, int group_threads) {
+// When the column sums are complete: the block's part of partial row `row`, for all to see.
+__device__ inline Attendance publish_columns(const BackwardArguments& a, ColumnSums& sums, int64 row, int first_column,
+                                             const Columns& own, int group_threads) {
     Attendance attendance;
     if (a.meeting) attendance.look(*a.meeting);
-    if (!a.column_blocks && (a.dw || a.db)) sums.write_partials(partial_row(), own, group_threads);
+    if (!a.column_blocks && (a.dw || a.db)) sums.write_partials(PartialRow(a, row, first_column), own, group_threads);
     if (a.meeting) attendance.arrive(*a.meeting);
     return attendance;
 }
@@ -386,8 +335,8 @@ __device__ Attendance publish_columns(const BackwardArguments& a, ColumnSums& su
 template <bool kRowSums, bool kColumnSums>
 __device__ void first_half(Sums<Compute>& row_sums, ColumnSums* column_sums, int k, const XVector& x_packed,
                            const DyVector& dy_packed, const Weights& weights, const RowStatistics& row) {
-    Compute x[kVector], dy[kVector], w[kVector];
-    weights.get(w, k);
+    Compute x[kVector], dy[kVector];
+    const Compute(&w)[kVector] = weights.own[k];
     x_packed.unpack(x);
     dy_packed.unpack(dy);
 #pragma unroll
@@ -405,8 +354,8 @@ __device__ void first_half(Sums<Compute>& row_sums, ColumnSums* column_sums, int
 __device__ inline void second_half(X* dx, bool store, int k, const XVector& x_packed, const DyVector& dy_packed,
                                    const Weights& weights, const RowStatistics& row,
                                    const RowCoefficients& coefficients) {
-    Compute x[kVector], dy[kVector], w[kVector];
-    weights.get(w, k);
+    Compute x[kVector], dy[kVector];
+    const Compute(&w)[kVector] = weights.own[k];
     x_packed.unpack(x);
     dy_packed.unpack(dy);
 #pragma unroll

@@ -22,7 +22,6 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
     const int group = threadIdx.x / a.group_threads;
     const Columns own(threadIdx.x % a.group_threads, a.group_threads, a.columns);
     ColumnSums column_sums(shared, threadIdx.x, blockDim.x);
-    const auto partial_row = [&] { return PartialRow(a, blockIdx.x, 0); };
     Weights w;
     w.load(a.w, a.w_code, own);
 
@@ -78,13 +77,13 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
                             current.statistics, coefficients);
             }
         }
-        if (row < a.rows) column_sums.row_done(own, partial_row, a.group_threads);
+        if (row < a.rows) column_sums.row_done(a.group_threads);
         if constexpr (kLoadAhead) current = next;
         else load(current, row + step);
     }
 
-    column_sums.row_done(own, partial_row, a.group_threads, true);
-    const Attendance attendance = publish_columns(a, column_sums, partial_row, own, a.group_threads);
+    column_sums.row_done(a.group_threads, true);
+    const Attendance attendance = publish_columns(a, column_sums, blockIdx.x, 0, own, a.group_threads);
     constexpr bool kHasRegisters = kMaxThreads == 256;
     reduce_partials<kHasRegisters ? kReductionBatch : 8, kHasRegisters ? 8 : 2, Compute>(a, attendance, shared, 0, a.columns);
 }

@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_sums(co
         __syncthreads();
         if (threadIdx.x < 32) {
             sums = sum_entries<kLayerNorm, kThreads / 32>(warp_sums[buffer], kThreads / 32);
-            if (threadIdx.x == 0) a.sums[row * gridDim.x + blockIdx.x] = sums;
+            if (threadIdx.x == 0) static_cast<Sums<Compute>*>(a.sums)[row * gridDim.x + blockIdx.x] = sums;
         }
     }
 }
@@ -53,7 +53,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
     const Slab slab(a);
     const Columns own(threadIdx.x, kThreads, slab.columns);
     ColumnSums column_sums(shared, threadIdx.x, kThreads);
-    const auto partial_row = [&] { return PartialRow(a, blockIdx.y, slab.first_column); };
     Weights w;
     w.load(column_address(a.w, a.w_code, slab.first_column), a.w_code, own);
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
@@ -71,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
         RowStatistics statistics;
         statistics.load(a, row);
         Sums<Compute> sums = {Compute(0), Compute(0)};
-        if (a.dx) sums = sum_many_entries<kLayerNorm>(a.sums + row * gridDim.x, gridDim.x);
+        if (a.dx) sums = sum_many_entries<kLayerNorm>(static_cast<const Sums<Compute>*>(a.sums) + row * gridDim.x, gridDim.x);
         const RowCoefficients coefficients(sums, reciprocal_columns, statistics);
         X* const dx = a.dx + row * a.dx_row_stride + slab.first_column;
 #pragma unroll
@@ -81,10 +80,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
                 if (a.dx) second_half(dx + own.at(k), true, k, x[k], dy[k], w, statistics, coefficients);
             }
         }
-        column_sums.row_done(own, partial_row, kThreads);
+        column_sums.row_done(kThreads);
     }
 
-    column_sums.row_done(own, partial_row, kThreads, true);
-    const Attendance attendance = publish_columns(a, column_sums, partial_row, own, kThreads);
+    column_sums.row_done(kThreads, true);
+    const Attendance attendance = publish_columns(a, column_sums, blockIdx.y, slab.first_column, own, kThreads);
     reduce_partials<kReductionBatch, 8, Compute>(a, attendance, shared, slab.first_column, slab.columns);
 }

@@ -1,45 +1,40 @@
-// Backward pass for rows that fit in shared memory, of one block or of the blocks of a cluster (compute capability 9.0).
+// Backward pass for rows that fit in shared memory, of one block or of the blocks of a cluster or a gang (compute capability 9.0).
 //
 // How rows are split, staged and walked: staged.cuh. From the ring in shared memory x and dy are read twice, for the first
-// half of a row's work, its sums and dw and db, and for the second, dx. The first half of step j + 1 comes before the second
-// half of step j, so the exchange of a row's sums, between warps and by remote stores between blocks, hides behind
+// half of a row's work, its sums and dw and db, and for the second, dx. The first half of step j + 1 (in gangs j + 2) comes before
+// the second half of step j, so the exchange of a row's sums, between warps and by remote stores between blocks, hides behind
 // work.
 //
 // In registers: this thread's w, dw and db. In shared memory: the ring, the second level of dw and db, four slots of
-// sums per group. To memory: x, dy and dx once; one partial row of dw and db for each block or cluster, which the blocks
+// sums per group. To memory: x, dy and dx once; one partial row of dw and db for each block, cluster or gang, which the blocks
 // together add up in the end (reduction.cuh). Orders of sums: a row over a thread's columns, over its lanes by a butterfly,
-// over its warps and blocks likewise; a column over 16 rows (64 where a thread has many columns), over these in turn, over
-// the block's groups. Where there is little data, the last blocks of the grid sum dw and db (column_blocks.cuh), and read x
-// and dy once more; the others write dx alone. Few rows whose dx alone the walkers write go past the ring.
+// over its warps and blocks likewise; a column over 16 rows, over these in turn, over the block's groups. Where there is little
+// data, the last blocks of the grid sum dw and db (column_blocks.cuh), and read x and dy once more; the others write dx alone.
+// Few rows whose dx alone the walkers write go past the ring.
 //
 // What stands before the first copies is short (by stamps, a kernel's first instructions take long; perhaps they come from
 // memory), and what is waited for is asked for in the order in which it is needed.
 #include "backward.cuh"
 #include "column_blocks.cuh"
+#include "gang.cuh"
 #include "staged.cuh"
 
 // The statistics of a group's rows, as many steps ahead as the group has lanes in a warp: lane i loads those of the
 // batch's row i.
 struct StatisticsAhead {
-    // Else each warp waits for a batch as soon as it asks for it: RMSNorm, N=128, 1 GB, 247.8 → 243.6 us. With many columns
-    // registers run out.
-    static constexpr bool kLoadsInPlace = !kManyColumns;
-
     RowStatistics batch, next;
     int lanes;
 
     __device__ void load_next(const BackwardArguments& a, int64 first_row, int64 step, int j) {
         const int64 row = first_row + (j + (int(threadIdx.x) & (lanes - 1))) * step;
         if (row >= a.rows) return;
-        if constexpr (kLoadsInPlace) next.load_in_place(a, row);
-        else next.load(a, row);
+        next.load_in_place(a, row);  // else each warp would wait here: RMSNorm, N=128, 1 GB, 247.8 → 243.6 us
     }
     // To be called for each step in turn.
     __device__ RowStatistics of(const BackwardArguments& a, int64 first_row, int64 step, int j) {
         const int lane = j & (lanes - 1);
         if (lane == 0) {
-            if constexpr (kLoadsInPlace) batch = next.moved();
-            else batch = next;
+            batch = next.moved();
             load_next(a, first_row, step, j + lanes);
         }
         RowStatistics row;
@@ -81,7 +76,7 @@ private:
 // Whether few rows, of which no group has more than one, go from memory to registers and back, past the ring: by so little code
 // that less of it is waited for. An H100, 1x4096 6.5 → 6.1 us, LayerNorm 6.8 → 6.3, 64x1024 6.8 → 6.3, 7.3 → 6.4. It takes
 // up to a tenth longer to compile. With 40 columns a thread and in clusters it gained nothing.
-constexpr bool kTakesFewRows = kVector > 1 && kColumnsPerThread <= 32 && !kManyColumns && !kClustered;
+constexpr bool kTakesFewRows = kVector > 1 && kColumnsPerThread <= 32 && !kSplitsRows;
 
 // Of the arguments, what few rows need.
 struct FewRowsArguments {
@@ -92,6 +87,7 @@ struct FewRowsArguments {
     X* dx;
     int64 rows, x_row_stride, dy_row_stride, dx_row_stride;
     int columns, w_code, group_threads, slab_columns, groups;
+    static constexpr int blocks_a_row = 1;
 
     __device__ explicit FewRowsArguments(const BackwardArguments& a)
         : x(a.x), dy(a.dy), w(a.w), mean(a.mean), rstd(a.rstd), dx(a.dx), rows(a.rows), x_row_stride(a.x_row_stride),
@@ -134,7 +130,8 @@ __device__ __noinline__ void write_few_rows(FewRowsArguments a, BlockState* stat
 // Threads on a multiprocessor that leave each the registers that it needs: config/backward.py asks for no more.
 constexpr int kColumnBytes = kColumnsPerThread * int(sizeof(Compute));
 constexpr bool kFewRegisters = sizeof(X) < 4 || !kWantDb;
-constexpr int kVectorsAtOnce = kColumnsPerThread == 24 && kFewRegisters           ? 384
+constexpr int kVectorsAtOnce = kGang                                             ? kMaxThreads
+                               : kColumnsPerThread == 24 && kFewRegisters         ? 384
                                : !kWholeWarps && __CUDA_ARCH__ < 1200             ? 512
                                                                                   : kMaxThreads;
 constexpr int kSinglesAtOnce = kColumnBytes < 64 || (kColumnBytes == 64 && __CUDA_ARCH__ < 1000) ? 512
@@ -150,28 +147,51 @@ constexpr bool kFillsBlock = kColumnsPerThread == 28 && !kClustered && sizeof(X)
 // loop of their own. LayerNorm with db gains where registers are few, in clusters (N=131072, 1 GB, 265 → 262 us), where pace is
 // kept (N=8192, 100 MB, 39.6 → 37.9; not with 24 columns: 3 to 6% more at 6 MB), and with single columns (12289, 100 MB, 44.4 →
 // 43.8). It takes some 10% longer to compile. Larger types were not timed.
-constexpr bool kHoldsBack = kLayerNorm && kWantDb && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps && !kManyColumns &&
+constexpr bool kHoldsBack = kLayerNorm && kWantDb && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps && !kGang &&
                             (kClustered || kVector == 1 || (kColumnsPerThread > 24 && PACED && !kFillsBlock));
 
-// Else, whether the partial row is on its way before the last of the block's dx, which is written meanwhile: N=16384, 25 MB,
-// 17.7 → 16.8 us. Not where the compiler takes more registers for it (LayerNorm, 32 columns: 254, not 218; 64 columns then spill),
-// nor with single columns in parts of a warp (N=129 64.9 → 66.2).
-constexpr bool kPublishesInLoop =
-    !kHoldsBack && (kVector > 1 ? (kClustered && !kManyColumns) || !kWantDb : kWholeWarps && !kWantDb);
+// Steps from a row's first half to its second.
+constexpr int kBehind = kGang ? kGangBehind : 1;
 
-// Steps that are asked for first of all. RMSNorm gains by two (100 MB 0.9% on average); LayerNorm, larger types and many columns
-// do not.
-constexpr int kFirstSteps =
-    !kLayerNorm && sizeof(X) == 2 && sizeof(Dy) == 2 && !kManyColumns ? 2 : 1;
+// Else, whether the partial row is on its way before the last of the block's dx, which is written meanwhile: N=16384, 25 MB,
+// 17.7 → 16.8 us. Not where the compiler takes more registers for it (LayerNorm, 32 columns: 254, not 218),
+// nor with single columns in parts of a warp (N=129 64.9 → 66.2).
+constexpr bool kPublishesInLoop = !kHoldsBack && (kVector > 1 ? kSplitsRows || !kWantDb : kWholeWarps && !kWantDb);
+
+// Steps that are asked for first of all. RMSNorm gains by two (100 MB 0.9% on average); LayerNorm and larger types do not.
+constexpr int kFirstSteps = !kLayerNorm && sizeof(X) == 2 && sizeof(Dy) == 2 ? 2 : 1;
 
 // Ring of staged.cuh: where registers are few (LayerNorm, N=32768, 1 GB, 244.5 → 243.1 us). RMSNorm takes as long; without pace it
 // loses.
-constexpr bool kSourcesAhead = kVector > 1 && PACED && (kLayerNorm || kManyColumns) && !kFillsBlock;
+constexpr bool kSourcesAhead = kVector > 1 && PACED && kLayerNorm && !kFillsBlock;
+
+// The exchange of a row's sums, in a block or cluster, or in a gang.
+struct NearExchange : SumExchange<kLayerNorm> {
+    struct Asked {};
+    __device__ NearExchange(BlockState& state, GangState&, const BlockShare& share, const BackwardArguments& a)
+        : SumExchange<kLayerNorm>(state, share, a.group_threads) {}
+    __device__ Asked ask(int) const { return {}; }
+    __device__ Sums<Compute> collect(int j, const Sums<Compute>& posted, Asked) const {
+        return SumExchange<kLayerNorm>::collect(j, posted);
+    }
+    __device__ void leave(unsigned, unsigned) const {}
+};
+struct FarExchange : GangExchange<kLayerNorm> {
+    __device__ FarExchange(BlockState&, GangState& state, const BlockShare& share, const BackwardArguments& a)
+        : GangExchange<kLayerNorm>(state, share, a.sums) {}
+    __device__ Sums<float> collect(int j, const Sums<float>&, Asked asked) const {
+        return GangExchange<kLayerNorm>::collect(j, asked);
+    }
+};
+template <bool kFar> struct ExchangeOf { using Type = NearExchange; };
+template <> struct ExchangeOf<true> { using Type = FarExchange; };
+using Exchange = ExchangeOf<kGang>::Type;
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)
     backward_staged(const BackwardArguments a) {
     extern __shared__ __align__(128) char shared[];
     __shared__ BlockState state;
+    __shared__ GangState gang_state;
     __shared__ PaceState pace_state;
 
     const unsigned row_blocks = gridDim.x - a.column_blocks;  // unsigned: a signed one is not divided by a shift
@@ -185,16 +205,15 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     }
 
     const BlockShare share(a);
-    const RowWalk walk(share, a.rows, a.steps, row_blocks / kCluster);
+    const RowWalk walk(share, a.rows, a.steps, row_blocks / unsigned(share.blocks));
     const RingPart<X, true> x_part(a, share, a.x, a.x_row_stride, 0, a.read_once);
     const RingPart<Dy, true> dy_part(a, share, a.dy, a.dy_row_stride, x_part.part_bytes, a.read_once);
-    char* const w_shared = shared + ColumnSums::shared_bytes(blockDim.x);
-    char* const places = w_shared + Weights::shared_bytes(blockDim.x);
+    char* const places = shared + ColumnSums::shared_bytes(blockDim.x);
     const Ring<kSourcesAhead> ring(places, state, share, a.stages, x_part.part_bytes + dy_part.part_bytes, a.rows, walk);
-    const SumExchange<kLayerNorm> exchange(state, share, a.group_threads);
+    const Exchange exchange(state, gang_state, share, a);
     const int64 first_row = walk.first + share.group;
     StatisticsAhead statistics;
-    statistics.lanes = kManyColumns ? 1 : minimum(a.group_threads, 32);
+    statistics.lanes = minimum(a.group_threads, 32);
     statistics.load_next(a, first_row, walk.step, 0);
     const ColumnsAhead w_ahead(state, share, a.w, a.w_code, shared, ColumnSums::shared_bytes(blockDim.x));
     ring.start(walk, kFirstSteps, x_part, dy_part);
@@ -207,29 +226,32 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const Columns own(share.thread, a.group_threads, share.columns);
     Weights w;
     w_ahead.wait();
-    w.load(w_ahead.source, a.w_code, own, w_shared);
+    w.load(w_ahead.source, a.w_code, own);
     ring.start_others(walk, kFirstSteps, x_part, dy_part);
     __syncthreads();  // where w was copied to, the column sums' second level lies
 
     X* dx = a.dx + first_row * a.dx_row_stride + share.first_column + own.first;
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
     ColumnSums column_sums(shared, threadIdx.x, blockDim.x);
-    const auto partial_row = [&] { return PartialRow(a, blockIdx.x / kCluster, share.first_column); };
+    const auto publish = [&](const Columns& at) {
+        return publish_columns(a, column_sums, share.walker(), share.first_column, at, a.group_threads);
+    };
     const auto staged_row = [&](const RingPlace& place, int j) {
         const char* const at = ring.place(place.stage);
         return StagedRow{x_part.in(at, share, walk.row(j)), dy_part.in(at, share, walk.row(j)), share.team_column};
     };
     int own_count = walk.end - (first_row + (walk.end - 1) * walk.step >= a.rows);
-    if constexpr (!kManyColumns) asm volatile("" : "+r"(own_count));  // found here, once
+    asm volatile("" : "+r"(own_count));  // found here, once
     struct Step {
         RowStatistics row;
         Sums<Compute> posted;
         RingPlace place;
         bool active;  // a team may have no columns, the last step no row for a group
-    } now, before;
+    } now, waiting[kBehind];
+    Step& before = waiting[0];
     // The second half of step j, which is `before`.
-    const auto write_dx = [&](int j, const Columns& at) {
-        const RowCoefficients coefficients(exchange.collect(j, before.posted), reciprocal_columns, before.row);
+    const auto write_dx = [&](int j, const Columns& at, Exchange::Asked asked) {
+        const RowCoefficients coefficients(exchange.collect(j, before.posted, asked), reciprocal_columns, before.row);
         if (a.dx && before.active) {
             staged_row(before.place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool holds) {
                 second_half(dx + k * own.step(), holds, k, x, dy, w, before.row, coefficients);
@@ -239,16 +261,17 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     };
     const bool sums_columns = !a.column_blocks && (a.dw || a.db);
     Attendance attendance;
-    // The first half of step j, then the second half of the step before it; with kHoldsBack, those of step held_from and
+    // The first half of step j, then the second half of the step kBehind before it; with kHoldsBack, those of step held_from and
     // later come behind the loop.
     int held_from = kHoldsBack && a.meeting ? walk.end - 2 : walk.end - 1;
     // Found here, once: in clusters the compiler found it anew for each step (LayerNorm, N=32768, 1 GB, 248.8 → 244.5 us).
     if constexpr (kHoldsBack) asm volatile("" : "+r"(held_from));
-    for (int j = 0; j < (kHoldsBack ? walk.end : walk.end + 1); ++j) {
+    for (int j = 0; j < (kHoldsBack ? walk.end : walk.end + kBehind); ++j) {
         const Columns at = own.found_anew();
+        const Exchange::Asked asked = exchange.ask(j - kBehind);  // of no use in the first steps
         if (kHoldsBack || j < walk.end) {
             now.row = statistics.of(a, first_row, walk.step, j);
-            now.active = ring.wait(now.place) && (kManyColumns || j < own_count);
+            now.active = ring.wait(now.place) && j < own_count;
             Sums<Compute> partial = {Compute(0), Compute(0)};
             if (now.active) {
                 staged_row(now.place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool) {
@@ -257,25 +280,27 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             }
             now.posted = exchange.post(partial, j, share.thread);
         } else if constexpr (kPublishesInLoop) {
-            attendance = publish_columns(a, column_sums, partial_row, at, a.group_threads);
+            if (!kGang || j == walk.end) attendance = publish(at);
         }
-        if (j > 0 && (!kHoldsBack || j <= held_from)) {
-            write_dx(j - 1, at);
-            ring.fill_again(before.place, walk, j - 1, pace, x_part, dy_part);
+        if (j >= kBehind && (!kHoldsBack || j <= held_from)) {
+            write_dx(j - kBehind, at, asked);
+            ring.fill_again(before.place, walk, j - kBehind, pace, x_part, dy_part);
         }
-        if constexpr (kManyColumns) {
-            if (j + 1 < walk.end) column_sums.row_done(own, partial_row, a.group_threads);
-        } else if (sums_columns && (kHoldsBack || j < walk.end)) {
-            column_sums.row_done(own, partial_row, a.group_threads, j + 1 == walk.end);
+        if (sums_columns && (kHoldsBack || j < walk.end)) {
+            column_sums.row_done(a.group_threads, j + 1 == walk.end);
         }
-        if (!kHoldsBack || j <= held_from || j == 0) before = now;  // a walk of one step holds it back
+        if (!kHoldsBack || j <= held_from || j == 0) {  // a walk of one step holds it back
+#pragma unroll
+            for (int i = 0; i + 1 < kBehind; ++i) waiting[i] = waiting[i + 1];
+            waiting[kBehind - 1] = now;
+        }
         now.place.advance(a.stages);
     }
-    if constexpr (!kPublishesInLoop) attendance = publish_columns(a, column_sums, partial_row, own, a.group_threads);
+    if constexpr (!kPublishesInLoop) attendance = publish(own);
     if constexpr (kHoldsBack) {
 #pragma unroll 1
         for (int j = held_from < 0 ? 0 : held_from; j < walk.end; ++j) {  // no place is filled again any more
-            write_dx(j, own.found_anew());
+            write_dx(j, own.found_anew(), {});
             pace.step_done(j, walk.end);
             before.row = now.row;
             before.posted = now.posted;
@@ -283,8 +308,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             before.place.advance(a.stages);
         }
     }
-    constexpr int kBatch = kThreadsAtOnce == 256 && !kManyColumns ? kReductionBatch : 8;
+    constexpr int kBatch = kThreadsAtOnce == 256 ? kReductionBatch : 8;
     reduce_partials<kBatch, 0, Compute>(a, attendance, shared, share.first_column, share.columns);
     pace.finish();
+    exchange.leave(row_blocks, a.steps + 1);
     leave_together();
 }

@@ -12,7 +12,7 @@
 #endif
 constexpr bool kWholeWarps = !PART_OF_WARP && kColumnsPerThread > (sizeof(Compute) == 8 ? 8 : 16);
 
-// With more columns than these a thread has no register to spare, and its block little shared memory.
+// With more columns than these, as forward kernels may have, a thread has no register to spare.
 constexpr bool kManyColumns = kColumnsPerThread * int(sizeof(Compute)) > 160;
 
 // 1: some block has fewer columns of a row than one of its warps would read. Backward; forward kernels ask in any case.
@@ -50,38 +50,4 @@ struct Columns {
     }
     // A column that can be read in any case, `other` where the thread has none: work on it is wasted, but needs no branch.
     __device__ int readable(int vector, int other) const { return holds(vector) ? at(vector) : other; }
-};
-
-// Vectors of each thread in shared memory, where registers do not hold them: a word of each thread, then the next word of
-// each.
-struct SharedVectors {
-    static constexpr int kPerWord = minimum(kVector, 16 / int(sizeof(Compute))), kWords = kVector / kPerWord;  // of a vector
-    using Word = Packed<Compute, kPerWord>;
-
-    Compute* base;
-
-    __device__ static constexpr int bytes(int vectors, int threads) {
-        return vectors * kVector * int(sizeof(Compute)) * threads;
-    }
-    __device__ void put(int vector, const Compute (&values)[kVector]) const {
-#pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-            Word word;
-            word.pack(reinterpret_cast<const Compute(&)[kPerWord]>(values[i * kPerWord]));
-            word.store(at(vector, i));
-        }
-    }
-    __device__ void get(int vector, Compute (&values)[kVector]) const {
-#pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-            Word word;
-            word.load(at(vector, i));
-            word.unpack(reinterpret_cast<Compute(&)[kPerWord]>(values[i * kPerWord]));
-        }
-    }
-
-private:
-    __device__ Compute* at(int vector, int word) const {
-        return base + ((vector * kWords + word) * int(blockDim.x) + int(threadIdx.x)) * kPerWord;
-    }
 };

@@ -11,6 +11,40 @@
 #include "forward.cuh"
 #include "staged.cuh"
 
+// Vectors of each thread in shared memory, where registers do not hold them: a word of each thread, then the next word of
+// each.
+struct SharedVectors {
+    static constexpr int kPerWord = minimum(kVector, 16 / int(sizeof(Compute))), kWords = kVector / kPerWord;  // of a vector
+    using Word = Packed<Compute, kPerWord>;
+
+    Compute* base;
+
+    __device__ static constexpr int bytes(int vectors, int threads) {
+        return vectors * kVector * int(sizeof(Compute)) * threads;
+    }
+    __device__ void put(int vector, const Compute (&values)[kVector]) const {
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            Word word;
+            word.pack(reinterpret_cast<const Compute(&)[kPerWord]>(values[i * kPerWord]));
+            word.store(at(vector, i));
+        }
+    }
+    __device__ void get(int vector, Compute (&values)[kVector]) const {
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            Word word;
+            word.load(at(vector, i));
+            word.unpack(reinterpret_cast<Compute(&)[kPerWord]>(values[i * kPerWord]));
+        }
+    }
+
+private:
+    __device__ Compute* at(int vector, int word) const {
+        return base + ((vector * kWords + word) * int(blockDim.x) + int(threadIdx.x)) * kPerWord;
+    }
+};
+
 // A vector of a thread's x, from the ring until y is written: as it came; single columns widened, which takes less registers.
 template <bool kWhole> struct KeptVector {
     Vector packed;

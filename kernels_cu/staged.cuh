@@ -1,18 +1,19 @@
 // What the staged kernels share: rows walked in steps, a ring of steps in shared memory, the exchange of row sums.
 //
-// A row is split by columns over the CLUSTER blocks of a cluster, `slab_columns` each, COLUMNS_PER_THREAD a thread. Where
-// CLUSTER is 1, a block may hold several `groups` of `group_threads` threads (a power of two then), each with a row of its
-// own; the rows of a block lie one after the other in memory, or at one distance, and come with what lies between them
-// (kHasGaps). A block keeps `stages` steps, of a row for each group, in flight, by bulk copies into its ring. A step comes in
-// several copies, one for each team of neighbouring warps: the last of them that is done with it asks for more. Smaller teams
-// wait less for each other, but lost where they made many small copies, of which a multiprocessor perhaps takes only one in
-// some 50 cycles.
+// A row is split by columns over the CLUSTER blocks of a cluster, or those of a gang (gang.cuh), `slab_columns` each,
+// COLUMNS_PER_THREAD a thread. A block that has whole rows may hold several `groups` of `group_threads` threads (a power of two
+// then), each with a row of its own; the rows of a block lie one after the other in memory, or at one distance, and come with
+// what lies between them (kHasGaps). A block keeps `stages` steps, of a row for each group, in flight, by bulk copies into its
+// ring. A step comes in several copies, one for each team of neighbouring warps: the last of them that is done with it asks for
+// more. Smaller teams wait less for each other, but lost where they made many small copies, of which a multiprocessor perhaps
+// takes only one in some 50 cycles.
 //
 // With VECTOR = 0 rows may start anywhere: the copy takes the 16-byte words that cover the rows, at most 15 bytes more
 // on either side, in words that hold at least one byte of a row.
 //
 // Compile-time switches, beside COLUMNS_PER_THREAD and VECTOR:
-//   CLUSTER  blocks of a cluster                  PACED  1: walkers keep pace in long launches (struct Pace)
+//   CLUSTER  blocks of a cluster                  GANG   1: rows are split over gangs, CLUSTER is 1
+//   PACED    1: walkers keep pace in long launches (struct Pace)
 //   ROW_GAPS  1: there are gaps between a block's rows, of a warp or less. A kernel for both would take longer with single
 //             columns, whose place in x and dy it finds twice: without gaps N=129 476 → 530 us, LayerNorm 257 392 → 434 (1 GB,
 //             an H100)
@@ -27,6 +28,9 @@
 #ifndef PACED
 #define PACED 0
 #endif
+#ifndef GANG
+#define GANG 0
+#endif
 #ifndef ROW_GAPS
 #define ROW_GAPS 0
 #endif
@@ -34,11 +38,13 @@
 constexpr int kMaxThreads = 256;  // what leaves a thread the registers that it needs
 constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kCluster = CLUSTER;  // known when compiled: at N=65536 RMSNorm took 118 us so, 135 us as an argument
-constexpr bool kClustered = kCluster > 1;
-static_assert(!ROW_GAPS || (!kWholeWarps && !kClustered), "of longer rows in vectors a block has one, where there are gaps");
+constexpr bool kClustered = kCluster > 1, kGang = GANG;
+constexpr bool kSplitsRows = kClustered || kGang;  // over several blocks
+static_assert(!kGang || (kCluster == 1 && kVector > 1 && kWholeWarps), "what gangs were made for");
+static_assert(!ROW_GAPS || (!kWholeWarps && !kSplitsRows), "of longer rows in vectors a block has one, where there are gaps");
 // Whether there may be gaps between a block's rows. Of single columns in whole warps in any case: a warp's lanes all have the
 // same row, whose place in x and in dy takes no register for each column (152 registers at N=1001, 157 so).
-constexpr bool kHasGaps = ROW_GAPS || (kVector == 1 && kWholeWarps && !kClustered);
+constexpr bool kHasGaps = ROW_GAPS || (kVector == 1 && kWholeWarps && !kSplitsRows);
 constexpr int kMaxStages = 8;
 // Of a team: two warps where a thread has 32 or 64 columns; forward, where a row takes eight lanes or fewer, too (LayerNorm,
 // N=128, 1 GB, 182.6 → 171.5 us). With 24, 28 and 40 a team's copies would be of 3 to 5 KB, which lost; so did four warps in
@@ -53,25 +59,35 @@ constexpr int kSlots = 4;  // a warp that posts sum j knows that all others have
 // A block's share of a row, a thread's place in the block, and what the thread's team reads of a step: some of a row's
 // columns, or the rows of some groups. No divisions: the first copy waits for all of this.
 struct BlockShare {
-    int groups, group, thread, rank, first_column, columns;
+    unsigned gang;  // the block's
+    int groups, group, thread;
+    int blocks, rank, first_column, columns;  // blocks that share a row
     int team, team_thread, team_warps;
     int team_group, team_rows;      // the first of the groups whose rows it reads, and how many
     int team_column, team_columns;  // the first column, from first_column on, and how many
 
     template <class Arguments>
     __device__ explicit BlockShare(const Arguments& a)
-        : groups(kClustered ? 1 : a.groups), group(groups > 1 ? threadIdx.x >> log2_of(a.group_threads) : 0),
-          thread(threadIdx.x - group * a.group_threads), rank(kClustered ? cluster_rank() : 0),
+        : gang(0), groups(kSplitsRows ? 1 : a.groups), group(groups > 1 ? threadIdx.x >> log2_of(a.group_threads) : 0),
+          thread(threadIdx.x - group * a.group_threads), blocks(kCluster), rank(kClustered ? cluster_rank() : 0),
           first_column(rank * a.slab_columns), columns(minimum(a.slab_columns, a.columns - first_column)),
           team(0), team_group(0), team_rows(groups), team_column(0), team_columns(columns) {
+        if constexpr (kGang) {
+            blocks = a.blocks_a_row;
+            gang = blockIdx.x / unsigned(blocks);
+            rank = blockIdx.x - gang * blocks;
+            first_column = rank * a.slab_columns;
+            columns = minimum(a.slab_columns, a.columns - first_column);
+            team_columns = columns;
+        }
         // Through a shuffle, the compiler knows that a warp's lanes agree, and computes addresses once for all of them.
-        if (kWholeWarps && !kClustered) group = __shfl_sync(0xffffffffu, group, 0);
+        if (kWholeWarps && !kSplitsRows) group = __shfl_sync(0xffffffffu, group, 0);
         if (kMaxTeams > 1) team = __shfl_sync(0xffffffffu, threadIdx.x / unsigned(kTeamThreads), 0);
         team_thread = threadIdx.x - team * kTeamThreads;
         const int threads = minimum(kTeamThreads, blockDim.x - team * kTeamThreads);
         team_warps = threads >> 5;
         if constexpr (kMaxTeams == 1) return;
-        if (!kClustered && groups > 1 && a.group_threads < kTeamThreads) {
+        if (!kSplitsRows && groups > 1 && a.group_threads < kTeamThreads) {
             team_rows = minimum(kTeamThreads >> log2_of(a.group_threads), groups);
             team_group = team * team_rows;
         } else {
@@ -82,6 +98,8 @@ struct BlockShare {
             team_columns = left < 0 ? 0 : minimum(left, threads * kColumnsPerThread);
         }
     }
+    // The number of the walker that the block is, or belongs to.
+    __device__ unsigned walker() const { return kGang ? gang : blockIdx.x / kCluster; }
 };
 
 // What a team has to do with a place in the ring.
@@ -96,8 +114,9 @@ static_assert(sizeof(Barrier::State) == PlaceState::kDone && 2 * sizeof(Barrier:
 struct BlockState {
     PlaceState places[kMaxStages][kMaxTeams];
     Sources lap;  // from what a place is filled with to what it is filled with next, in bytes
-    Barrier::State summed[kMaxWarps][kSlots];  // all warps of a group, in all blocks of the cluster, have posted a row's sums
-    Sums<Compute> sums[kMaxWarps][kSlots * kCluster];
+    static constexpr int kExchanges = kGang ? 1 : kMaxWarps;  // gangs have their own: GangState
+    Barrier::State summed[kExchanges][kSlots];  // all warps of a group, in all blocks of the cluster, have posted a row's sums
+    Sums<Compute> sums[kExchanges][kSlots * kCluster];
     Barrier::State columns_there;
 };
 
@@ -116,7 +135,7 @@ struct RowWalk {
 
     // Every one of `walkers` takes at least `steps` of the first `rows` rows.
     __device__ RowWalk(const BlockShare& share, int64 rows, int steps, unsigned walkers)
-        : first(int64(blockIdx.x / kCluster) * share.groups), step(int64(walkers) * share.groups),
+        : first(int64(share.walker()) * share.groups), step(int64(walkers) * share.groups),
           end(steps + (first + steps * step < rows)) {}
     __device__ int64 row(int j) const { return first + j * step; }
     __device__ bool has(int j) const { return j < end; }
@@ -210,9 +229,9 @@ template <bool kSourcesAhead> struct Ring {
                     const RowWalk& walk)
         : share(share), base(base), base_address(shared_address(base)), states(shared_address(&state.places[0][share.team])),
           lap(shared_address(&state.lap)), stages(stages), stage_bytes(stage_bytes), rows(rows),
-          last_rows(kSourcesAhead && !kClustered ? rows_of(walk.row(walk.end - 1)) : 1) {
+          last_rows(kSourcesAhead && !kSplitsRows ? rows_of(walk.row(walk.end - 1)) : 1) {
         asm volatile("" : "+r"(base_address), "+r"(states));  // found here, once
-        if constexpr (kSourcesAhead && !kClustered) asm volatile("" : "+r"(last_rows));
+        if constexpr (kSourcesAhead && !kSplitsRows) asm volatile("" : "+r"(last_rows));
     }
 
     __device__ char* place(int stage) const { return base + stage * stage_bytes; }
@@ -223,7 +242,7 @@ template <bool kSourcesAhead> struct Ring {
     template <class... Part> __device__ void fill(int stage, int64 row, const Part&... parts) const {
         const int team_rows = rows_of(row), elements = team_rows * share.team_columns;
         const Barrier barrier = full(stage);
-        if (kMaxTeams > 1 && !kClustered && elements <= 0) return barrier.arrive();
+        if (kMaxTeams > 1 && !kSplitsRows && elements <= 0) return barrier.arrive();
         barrier.arrive_expecting((parts.copy_bytes(row, parts.with_gaps(share, elements, team_rows)) + ...));
         (parts.copy(base_address + stage * stage_bytes, row, parts.with_gaps(share, elements, team_rows), barrier), ...);
     }
@@ -266,7 +285,7 @@ template <bool kSourcesAhead> struct Ring {
             if constexpr (kSourcesAhead) {
                 store_sources(state(place.stage) + PlaceState::kNext, {next.first + step.first, next.second + step.second});
                 const bool last = j + stages + 1 == walk.end;
-                fill_from(place.stage, next, last && !kClustered ? last_rows : share.team_rows, parts...);
+                fill_from(place.stage, next, last && !kSplitsRows ? last_rows : share.team_rows, parts...);
             } else {
                 fill(place.stage, walk.row(j + stages), parts...);
             }
@@ -294,7 +313,7 @@ private:
     __device__ void fill_from(int stage, const Sources& from, int team_rows, const First& first, const Second& second) const {
         const Barrier barrier = full(stage);
         const int elements = team_rows * share.team_columns;
-        if (kMaxTeams > 1 && !kClustered && elements <= 0) return barrier.arrive();
+        if (kMaxTeams > 1 && !kSplitsRows && elements <= 0) return barrier.arrive();
         const int first_bytes = first.with_gaps(share, elements, team_rows) * First::kElementBytes;
         const int second_bytes = second.with_gaps(share, elements, team_rows) * Second::kElementBytes;
         const SharedAddress place = base_address + stage * stage_bytes;
@@ -332,17 +351,17 @@ struct Pace {
         : state(shared_address(&shared)), blocks(0), counts_here(false), slack(0) {
         asm volatile("" : "+r"(state));  // found here, once
         if (!a.lead) return;
-        const unsigned walkers = gridDim.x / kCluster, walker = blockIdx.x / kCluster;
+        const unsigned walkers = gridDim.x / unsigned(share.blocks), walker = share.walker();
         const unsigned range = (walkers + a.step_counters - 1) >> log2_of(a.step_counters);  // walkers of a place
         unsigned first = 0;
         for (; walker - first >= range; first += range) ++counters;
         const unsigned all_steps = (a.rows + share.groups - 1) >> log2_of(share.groups);
         const auto of_place = [&](unsigned n) { return n < first ? 0 : minimum(n - first, range); };
         const unsigned all = of_place(walkers), longer = of_place(all_steps - a.steps * walkers);  // by one step
-        const unsigned steps = (all * a.steps + longer) * kCluster;
-        const unsigned counts = ((all - longer) * counts_of(a.steps) + longer * counts_of(a.steps + 1)) * kCluster;
+        const unsigned steps = (all * a.steps + longer) * share.blocks;
+        const unsigned counts = ((all - longer) * counts_of(a.steps) + longer * counts_of(a.steps + 1)) * share.blocks;
         counter = counters->steps;
-        blocks = all * kCluster;
+        blocks = all * share.blocks;
         counts_here = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 0;  // all lanes agree: see BlockShare
         // Half of the steps since a block's last count are done on average.
         slack = int((a.lead + 2 * (kStepsACount - 1)) * blocks / 4) + int(walk.end * blocks - steps);

@@ -75,9 +75,13 @@ class Launch:
         if cluster > _PORTABLE_CLUSTER:
             cupy.cuda.driver.funcSetAttribute(kernel.kernel.ptr, _NON_PORTABLE_CLUSTER, 1)
 
-    def over(self, x: int, y: int = 1) -> Callable[[int, int, int], None]:
+    def over(self, x: int, y: int = 1, cooperative: bool = False) -> Callable[[int, int, int], None]:
         """The launch over a grid; to be called with a stream, the address of the arguments, and 0."""
         block = (self._threads, 1, 1)
+        if cooperative:
+            launch = cupy.cuda.driver.launchCooperativeKernel
+            of_grid = functools.partial(launch, self._kernel.kernel.ptr, x, y, 1, *block, self._shared_bytes)
+            return lambda stream, arguments, _: of_grid(stream, arguments)
         return functools.partial(
             cupy.cuda.driver.launchKernel, self._kernel.kernel.ptr, x, y, 1, *block, self._shared_bytes
         )

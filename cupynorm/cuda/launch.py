@@ -22,6 +22,7 @@ from .module import kernel
 _DEVICE_ATTRIBUTES = (75, 76, 16, 97)
 
 _WIDENING_THREADS = 256
+_KEPT_ZEROS = choose.KEPT_COUNTER_BYTES + choose.KEPT_EXCHANGE_BYTES
 _PART_BYTES = 512  # what each part of a workspace is rounded up to, as CuPy's allocations are
 _alloc, _malloc_async = cupy.cuda.alloc, cupy.cuda.malloc_async
 _current_stream = cupy.cuda.get_current_stream
@@ -44,16 +45,15 @@ class Backward:
         config = choose.backward_config(problem, _is_aligned(problem, offset), device)
         split = config.route == "split"
         main = _backward_launch(config, "backward_split_apply" if split else f"backward_{config.route}")
-        walkers, column_blocks, row_threads, few_rows = choose.grid(
-            config, problem, _walkers_at_once(main, config.cluster, device), device
-        )
+        at_once = _walkers_at_once(main, config.cluster, device) // (config.slabs if config.gang else 1)
+        walkers, column_blocks, row_threads, few_rows = choose.grid(config, problem, at_once, device)
 
-        grid = (config.slabs, walkers) if split else (walkers * config.cluster + column_blocks, 1)
+        grid = (config.slabs, walkers) if split else (walkers * config.slabs + column_blocks, 1)
         blocks = grid[0] * grid[1]
 
         # Column blocks need no memory. A single partial row is the sum: dw and db themselves, where these have its type
-        # and alignment. Else the direct and split kernels narrow it; the staged kernel has no code for that, and holds a
-        # meeting of one.
+        # and alignment. Else the direct and split kernels narrow it; the staged kernel has no code for that, and holds
+        # a meeting of one.
         sums = (problem.want_dw or problem.want_db) and not column_blocks
         apart = sums and (sums_offset != 0 or problem.narrows_sums)
         reduces = sums and (walkers > 1 or (apart and config.route == "staged"))
@@ -66,22 +66,23 @@ class Backward:
             partials_bytes if problem.want_dw else 0,
             partials_bytes if problem.want_db else 0,
             problem.rows * config.slabs * 2 * itemsize if split and problem.want_dx else 0,
+            exchange=choose.exchange_bytes(walkers * config.slabs) if config.gang else 0,
             beside=problem.columns * itemsize if widens_w else 0,
         )
 
-        launches = [main.over(*grid)]
+        # The blocks of a gang wait for each other.
+        launches = [main.over(*grid, cooperative=config.gang and walkers > 0)]
         if split and problem.want_dx:
             sums_walkers = choose.sums_walkers(config, problem, device)
             launches.insert(0, _backward_launch(config, "backward_split_sums").over(config.slabs, sums_walkers))
 
-        self._widen_w = None
+        self._widen_w: Any = None
         if widens_w:
-            widening = kernel("widen_w.cu", "widen_w", choose.widening_definitions(problem.x_dtype.name))
-            blocks_of_w = -(-problem.columns // _WIDENING_THREADS)
-            self._widen_w = Launch(widening, _WIDENING_THREADS).over(blocks_of_w)
+            widen_w = kernel("widen_w.cu", "widen_w", choose.widening_definitions(problem.x_dtype.name))
+            self._widen_w = Launch(widen_w, _WIDENING_THREADS).over(-(-problem.columns // _WIDENING_THREADS))
         w_dtype = problem.compute_dtype if widens_w else problem.w_dtype
 
-        def make_arguments() -> tuple[Arguments, Arguments, _Kept]:
+        def make_arguments() -> tuple[Arguments, Arguments | None, _Kept]:
             arguments = Arguments(
                 choose.BACKWARD_ARGUMENTS,
                 8,
@@ -94,17 +95,19 @@ class Backward:
                 _code(problem.parameter_dtype),
                 config.group_threads,
                 config.slab_columns,
-                config.stages,
                 choose.least_steps(config.groups, problem.rows, walkers),
                 walkers,
                 row_threads or choose.reduction_row_threads(config.threads, blocks, walkers, problem),
                 config.groups,
+                config.stages,
+                config.slabs if config.route == "staged" else 1,
                 column_blocks,
                 *(choose.pace(config, problem.rows, walkers) if reduces else (0, 1)),
                 choose.reads_once(problem) and not column_blocks,  # these read what the walkers have read
                 few_rows,
             )
-            of_w = Arguments(choose.WIDENING_ARGUMENTS, 2, problem.columns, _code(problem.w_dtype))
+            widening = (choose.WIDENING_ARGUMENTS, 2, problem.columns, _code(problem.w_dtype))
+            of_w = Arguments(*widening) if widens_w else None
             return arguments, of_w, _kept.on_device[device_id]
 
         self._launches = launches
@@ -125,7 +128,7 @@ class Backward:
         memory = self._workspace.take(stream, kept)  # held until the launches are out
         if memory is not None and memory.ptr != arguments.workspace:
             self._workspace.fill_in(arguments, memory.ptr)
-        if self._widen_w:
+        if of_w:
             widened = memory.ptr + self._workspace.beside
             of_w.fill(w, widened)
             self._widen_w(stream.ptr, of_w.address, 0)
@@ -219,44 +222,49 @@ class _Workspace:
 
     A last part, of `beside` bytes, is no argument of the main kernel; it lies `self.beside` bytes from the start.
 
-    The counters are those of steps (counters.cuh) or a Meeting (reduction.cuh), which begins with them.
+    The counters are those of steps (counters.cuh) or a Meeting (reduction.cuh), which begins with them. What gangs
+    exchange (gang.cuh) takes the place of the last of the sizes. Both are zero at first.
 
     A stream's launches follow one another, so its calls use the same memory, which is kept from call to call. A graph,
     which may be launched on any stream, has its own, and so has a call that needs more than KEPT_BYTES.
     """
 
-    def __init__(self, counter_bytes: int, *sizes: int, beside: int = 0) -> None:
-        self._counter_bytes = counter_bytes
-        counters, *parts = (-(-size // _PART_BYTES) * _PART_BYTES for size in (self._counter_bytes, *sizes, beside))
-        most = choose.KEPT_COUNTER_BYTES
-        self._keeps = counters <= most and most + sum(parts) <= choose.KEPT_BYTES
-        # In kept memory nothing else ever lies where counters do: it would look like what blocks write there.
-        *starts, self.beside, end = accumulate(parts, initial=most if self._keeps else counters)
-        places = zip((*starts, 0), (*sizes, counter_bytes), strict=True)
-        self._starts = [start if size else None for start, size in places]
-        self._bytes = end if counter_bytes or any(sizes) or beside else 0
+    def __init__(self, counter_bytes: int, *sizes: int, exchange: int = 0, beside: int = 0) -> None:
+        counters, exchanged, *parts = (
+            -(-size // _PART_BYTES) * _PART_BYTES for size in (counter_bytes, exchange, *sizes, beside)
+        )
+        fits = counters <= choose.KEPT_COUNTER_BYTES and exchanged <= choose.KEPT_EXCHANGE_BYTES
+        self._keeps = fits and _KEPT_ZEROS + sum(parts) <= choose.KEPT_BYTES
+        self._zeros = counters + exchanged
+        # In kept memory nothing else ever lies where these do: it would look like what blocks write there.
+        *starts, self.beside, end = accumulate(parts, initial=_KEPT_ZEROS if self._keeps else self._zeros)
+        places = [start if size else None for start, size in zip((*starts, 0), (*sizes, counter_bytes), strict=True)]
+        if exchange:  # in place of the last part
+            places[-2] = choose.KEPT_COUNTER_BYTES if self._keeps else counters
+        self._starts = places
+        self._bytes = end if counter_bytes or exchange or any(sizes) or beside else 0
 
     def take(self, stream: Any, kept: _Kept) -> Any:
         """The memory, to be held while it is launched on, or None where none is needed."""
         if not self._bytes:
             return None
         if is_capturing(stream):
-            return self._new(_malloc_async, self._bytes, self._counter_bytes, stream)
+            return self._new(_malloc_async, self._bytes, self._zeros, stream)
         if not self._keeps:
-            return self._new(_alloc, self._bytes, self._counter_bytes, stream)
+            return self._new(_alloc, self._bytes, self._zeros, stream)
         entry = kept.get(stream.ptr)
         # A new stream may have the pointer of one that is gone, but whose work is not.
         if entry is not None and entry[0]() is stream and entry[1] >= self._bytes:
             return entry[2]
-        memory = self._new(_alloc, self._bytes, choose.KEPT_COUNTER_BYTES, stream)
+        memory = self._new(_alloc, self._bytes, _KEPT_ZEROS, stream)
         kept[stream.ptr] = weakref.ref(stream, functools.partial(_forget, kept, stream.ptr)), self._bytes, memory
         return memory
 
     @staticmethod
-    def _new(allocate: Any, size: int, counter_bytes: int, stream: Any) -> Any:
+    def _new(allocate: Any, size: int, zeros: int, stream: Any) -> Any:
         memory = allocate(size)
-        if counter_bytes:
-            cupy.cuda.runtime.memsetAsync(memory.ptr, 0, counter_bytes, stream.ptr)
+        if zeros:
+            cupy.cuda.runtime.memsetAsync(memory.ptr, 0, zeros, stream.ptr)
         return memory
 
     def fill_in(self, arguments: Arguments, base: int) -> None:

@@ -11,7 +11,6 @@ from .common import (
     ITEMSIZE,
     LONG_LEAST_STEPS,
     SMALL_BLOCK,
-    STAGED_MANY_COLUMNS_PER_THREAD,
     STAGED_MAX_THREADS,
     STAGED_MOST_STAGES,
     STEP_COUNTERS,
@@ -76,7 +75,6 @@ STAGED_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
 # 116.6, with 513 221.9 → 175.2, 129 with 1 313.7 → 167.4, LayerNorm 228.2 → 119.0, 230.3 → 178.9, 343.0 → 183.4;
 # strides of over twice the row were not timed.
 MOST_COPIED_GAPS = {True: {"rmsnorm": 1.17, "layernorm": 1.5}, False: {"rmsnorm": 2.5, "layernorm": 2.5}}
-STAGED_SHARED_W_BYTES = 3 * 8 * 4  # of a thread with STAGED_MANY_COLUMNS_PER_THREAD
 # Of LayerNorm with db, x and dy of one type, in place of 32, by the bytes of x's type from so many threads a row on and
 # in clusters of up to so many blocks: of 16 bits where they cover a block's columns, in accesses of 8 bytes, and where
 # they fill its lanes with pace; in float32 where they fill the lanes of all blocks, with pace. 1 GB, not full, 1600
@@ -115,18 +113,26 @@ LEAD_BYTES, MOST_LEAD, MOST_LEAD_ALONE_FLOAT32_LAYERNORM = 56 << 10, 7, 5
 MOST_LEAD_OF_STAGES = {3: 7, 4: 6}  # RMSNorm
 MOST_LEAD_OF_MORE_STAGES, MOST_LEAD_OF_MORE_STAGES_CLUSTERS = 5, 9
 # Of whatever bytes, 16-bit types that gain from more. RMSNorm, 1 GB, with seven, eight, nine and ten: N=128 244.8,
-# 244.0, 242.5, 243.5 us, 256 244.0, 243.4, 242.3, 243.8, 512 243.6, 242.2, 241.2, 242.1; in clusters of sixteen, with
-# six to nine, 131072 240.7, 240.1, 239.7, 241.4 (262144 250.7 with four, 251.6 with eight). LayerNorm with 24 columns a
+# 244.0, 242.5, 243.5 us, 256 244.0, 243.4, 242.3, 243.8, 512 243.6, 242.2, 241.2, 242.1. LayerNorm with 24 columns a
 # thread, seven (of an older tree), eight, nine, ten and twelve: 1536 244.9, 244.7, 244.5, 244.4, 243.7, 3072 245.5,
 # 243.4, 243.2, 243.2, 243.3, 6144 247.3, 244.1, 243.9, 245.4, 247.1, 12288 248.6, 246.0, 244.6, 244.9, 245.2; in
 # clusters of four and eight, 20480 246.6 (six), 244.7, 245.9, 246.8, 247.8, 32768 247.0, 248.4, 249.2, 248.8, 248.9,
 # 65536 247.6, 247.5, 247.2, 247.0, 247.2.
-LEAD_SHORT_ROWS, LEAD_LARGEST_CLUSTERS = 9, 8  # RMSNorm
+LEAD_SHORT_ROWS = 9  # RMSNorm
 LEAD_LAYERNORM_24_COLUMNS, LEAD_LAYERNORM_CLUSTERS = 9, 8
 # With 28 columns a thread, LayerNorm, 1 GB, with seven, eight, nine and ten: 7168 244.8, 244.3, 244.2, 244.7 us, 14336
 # 241.3, 241.4, 242.9, 244.3. In float32, by threads of a block that share a row, with five, seven and nine: 64, 1792
 # 241.9, 240.3, 241.8; 128, 3584 241.3, 239.4, 240.7; 256, 7168 242.9, 246.5, 249.1, 14336 242.8, 246.1, 248.6.
 LEAD_FILLING, LEAD_FILLING_FLOAT32 = 8, {64: 7, 128: 7, 256: 5}
+# Rows that no cluster of eight holds go to gangs (gang.cuh), in place of clusters of sixteen and, longer ones, of two
+# sweeps over memory. FIGURES
+MOST_CLUSTER_BESIDE_GANGS = 8
+# A block's columns of x and dy together, at most: 32 columns a thread for 256 threads, in float32 for 128. They begin
+# at whole lines of memory: else, 1 GB, an H100, RMSNorm, 262144 in gangs of 33 blocks, 339 → 359 us.
+GANG_STEP_BYTES, GANG_COLUMNS_PER_THREAD, GANG_UNIT = 32 << 10, 32, 64
+# Of the steps of a ring one is at work, two wait for their sums, the others are on their way. LEADFIGURES
+GANG_STAGES, GANG_LEAST_STAGES = 5, 4
+GANG_LEAD = {2: 5, 4: 6}  # by bytes of x's type
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
 SPLIT_THREADS = 256
 # Where more blocks share a multiprocessor, they count their steps in so many places, not in one (Pace of staged.cuh).
@@ -136,7 +142,7 @@ SPLIT_THREADS = 256
 # so 50.2, without pace 48.9.
 MOST_BLOCKS_A_COUNTER = {"rmsnorm": 2, "layernorm": 1}
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
-BACKWARD_ARGUMENTS = "12P4q10i3h2?"  # struct BackwardArguments in backward.cuh
+BACKWARD_ARGUMENTS = "12P4q9i5h2?"  # struct BackwardArguments in backward.cuh
 WIDENING_ARGUMENTS = "2P2i"  # struct WideningArguments in widen_w.cu
 
 
@@ -191,14 +197,12 @@ def direct_definitions(per_thread: int, threads: int, vector: bool, part: bool =
 
 
 def _column_sums_bytes(problem: NormProblem, per_thread: int) -> int:
-    """Shared memory that each thread needs for the second level of dw and db, or in place of it for w."""
-    if per_thread == STAGED_MANY_COLUMNS_PER_THREAD:
-        return STAGED_SHARED_W_BYTES if kernels_sum_db(problem) else 0
+    """Shared memory that each thread needs for the second level of dw and db."""
     return per_thread * compute_itemsize(problem.x_dtype.name) * (2 if kernels_sum_db(problem) else 1)
 
 
 def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], device: Device) -> BackwardConfig | None:
-    """The smallest cluster whose blocks have room for a ring of enough rows; None where not even the largest has.
+    """The smallest cluster whose blocks have room for a ring of enough rows, else a gang; None where there is neither.
 
     At N=8192, 16384 and 65536 no larger cluster than the smallest was over 1% faster.
     """
@@ -209,9 +213,11 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
     gaps = small and have_gaps(problem, *strides)
     if small and not several:
         return None
+    gangs = may_form_gangs(name, dy_name, vector, device)
     for cluster in CLUSTERS:
         slab = slab_of(problem.columns, cluster, width)
-        if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
+        most = 1 if small else largest_cluster(gangs, device)
+        if cluster > most or (cluster - 1) * slab >= problem.columns:
             continue
         choice = staged_choice(name, dy_name, vector, cluster, device)
         parts = part_of_warp_lanes(name, vector, choice, device)
@@ -225,7 +231,48 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         split = _Split(kind, *held, cluster, slab, several and cluster == 1, gaps, paced)
         if config := _staged_blocks(problem, split, definitions, device):
             return config
-    return None
+    return _gang(problem, definitions, device) if gangs and not small else None
+
+
+def _gang(problem: NormProblem, definitions: tuple[str, ...], device: Device) -> BackwardConfig | None:
+    """As many blocks as the row needs, one on a multiprocessor; None where there are not so many."""
+    x = problem.x_dtype.name
+    most_columns = GANG_STEP_BYTES // (2 * ITEMSIZE[x])
+    slab = divide_up(divide_up(problem.columns, divide_up(problem.columns, most_columns)), GANG_UNIT) * GANG_UNIT
+    blocks, threads = divide_up(problem.columns, slab), most_columns // GANG_COLUMNS_PER_THREAD
+    if blocks > device.multiprocessors:
+        return None
+    outer_bytes = _column_sums_bytes(problem, GANG_COLUMNS_PER_THREAD) * threads
+    step_bytes = 2 * part_bytes(x, True, slab)
+    stages = (device.shared_bytes - staged_static_bytes(x, 1) - outer_bytes) // step_bytes
+    stages = min(stages, GANG_STAGES)
+    assert stages >= GANG_LEAST_STAGES
+    return BackwardConfig(
+        route="staged",
+        definitions=(*definitions, *gang_definitions()),
+        threads=threads,
+        group_threads=threads,
+        slab_columns=slab,
+        slabs=blocks,
+        gang=True,
+        stages=stages,
+        shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // 2),
+        lead=GANG_LEAD[ITEMSIZE[x]],
+        paced_steps=PACE_LEAST_STEPS[problem.norm],
+    )
+
+
+def may_form_gangs(x: str, dy: str, vector: bool, device: Device) -> bool:
+    """Whether rows that eight blocks do not hold go to gangs. Mixed types and single columns were not tried."""
+    return vector and x == dy and ITEMSIZE[x] <= 4 and device.has_large_shared_memory
+
+
+def largest_cluster(gangs: bool, device: Device) -> int:
+    return min(device.largest_cluster, MOST_CLUSTER_BESIDE_GANGS) if gangs else device.largest_cluster
+
+
+def gang_definitions() -> tuple[str, ...]:
+    return (*staged_definitions(GANG_COLUMNS_PER_THREAD, 1, part=False, paced=True), "GANG=1")
 
 
 class _Split(NamedTuple):
@@ -347,12 +394,12 @@ def may_keep_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -
     if ITEMSIZE[x] != ITEMSIZE[dy]:
         return False
     if norm == "layernorm" and ITEMSIZE[x] == 4:
-        gains = per_thread in (32, 40) and full and cluster <= 8
+        gains = per_thread in (32, 40) and full
         return gains or per_thread in (16, STAGED_FILLING_COLUMNS) or (per_thread == 40 and cluster == 1)
     if norm == "layernorm" and ITEMSIZE[x] == 2:
         if per_thread in (24, STAGED_FILLING_COLUMNS):
             return full and cluster <= 2 and group >= PACED_PART_LEAST_THREADS
-        return per_thread == 16 or (cluster <= 8 and (per_thread == 40 or (per_thread == 32 and full)))
+        return per_thread in (16, 40) or (per_thread == 32 and full)
     return cluster == 1 and per_thread in (16, 40) and group >= WARP
 
 
@@ -420,8 +467,6 @@ def _lead(split: _Split, stages: int, blocks: int, step_bytes: int) -> int:
     if ITEMSIZE[x] == 2:
         if norm == "rmsnorm" and per_thread == columns_per_thread(x):
             return LEAD_SHORT_ROWS
-        if norm == "rmsnorm" and cluster == CLUSTERS[-1] and per_thread < STAGED_MANY_COLUMNS_PER_THREAD:
-            return LEAD_LARGEST_CLUSTERS
         if norm == "layernorm" and per_thread == 24:
             return LEAD_LAYERNORM_24_COLUMNS
         if norm == "layernorm" and cluster >= 4:

@@ -35,10 +35,6 @@ MOST_COPIED_GAPS_LARGE = {True: 1.17, False: 1.25}
 # And of rows of whole warps, in single columns; in vectors each block has one of such rows.
 MOST_COPIED_GAPS_LONG = 1.1
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
-# Of 16-bit types, where the largest cluster has no room for the row otherwise (1 GB, N=262144: RMSNorm 555 us in two
-# sweeps, 263 so). Level two of dw and db then lies in memory, and of w, beside both, three vectors a thread in shared
-# memory (backward.cuh: kManyColumns, Weights::kInShared).
-STAGED_MANY_COLUMNS_PER_THREAD = 64
 PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48  # of a walker
 # More columns a thread than these only where a row takes so many warps: FORWARD_COLUMNS_PER_THREAD of forward.py.
 FORWARD_MORE_COLUMNS, FORWARD_MORE_COLUMNS_LEAST_WARPS = 40, 4
@@ -86,6 +82,7 @@ class BackwardConfig(NamedTuple):
     lead: int = 0  # of a walker, in quarters of a step, where pace is kept
     paced_steps: int = PACE_FORWARD_LEAST_STEPS  # of a walker, from which on it is
     step_counters: int = 1
+    gang: bool = False  # the blocks of a row are no cluster
 
     @property
     def groups(self) -> int:
@@ -178,11 +175,9 @@ def staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) -
     """Columns a thread to choose from; rare combinations, of which there are many, have no choice."""
     if not vector and not device.has_large_shared_memory:  # with 32, and db, kernels spill
         return ((columns_per_thread(x),),)
-    largest = 8 if not vector else 16 if ITEMSIZE[x] == 2 else 4
+    largest = 4 if vector and ITEMSIZE[x] > 2 else 8
     usual = x != dy or cluster > largest or not device.has_large_shared_memory
-    choice = _usual_columns(x) if usual else several_columns(x, vector, cluster)
-    many = vector and x == dy and ITEMSIZE[x] == 2 and cluster == 16
-    return (choice, (STAGED_MANY_COLUMNS_PER_THREAD,)) if many else (choice,)
+    return (_usual_columns(x) if usual else several_columns(x, vector, cluster),)
 
 
 def several_columns(x: str, vector: bool, cluster: int) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ from .common import (
     CLUSTERS,
     ITEMSIZE,
     SMALL_BLOCK,
-    STAGED_MANY_COLUMNS_PER_THREAD,
     STAGED_MAX_THREADS,
     STAGED_MOST_STAGES,
     WARP,
@@ -89,6 +88,8 @@ FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 # warps or more: LayerNorm, N=2048 173.5 us with 64, 168.7 with 32 (_keeps_b_in_shared()), RMSNorm 1536 169.2 with 48,
 # 167.8 with 24.
 FORWARD_COLUMNS_PER_THREAD = {"rmsnorm": (24, 32, 40, 48), "layernorm": (24, 32, 40, 48, 64)}
+# RMSNorm's in clusters of eight and sixteen that have no room for the row otherwise.
+FORWARD_MANY_COLUMNS_PER_THREAD = 64
 FORWARD_ARGUMENTS = "7P4qd9i2h"  # struct ForwardArguments in forward.cuh
 
 
@@ -100,7 +101,7 @@ def forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Device
         return staged_choice(x, x, vector, cluster, device)
     # Compiled for 10.0, LayerNorm keeps float16 columns widened, and spills.
     spills = norm == "layernorm" and x == "float16" and device.compute_capability >= (10, 0)
-    many: Choice = () if spills else ((STAGED_MANY_COLUMNS_PER_THREAD,),)
+    many: Choice = () if spills else ((FORWARD_MANY_COLUMNS_PER_THREAD,),)
     choice = FORWARD_COLUMNS_PER_THREAD[norm][: -1 if spills else None]
     return (asked_for(choice, cluster), *(many if cluster >= 8 and norm == "rmsnorm" else ()))
 
@@ -158,7 +159,7 @@ def forward_keeps_pace(norm: str, held: tuple[int, int], cluster: int, vector: b
     on, 25600 198.7 us with pace, 193.0 without, 28672 178.7 and 175.1, 57344 182.4 and 175.8; of two 14336 166.5 and
     170.3.
     """
-    many = held[0] == STAGED_MANY_COLUMNS_PER_THREAD
+    many = held[0] == FORWARD_MANY_COLUMNS_PER_THREAD
     gains = held[0] == 32 and norm == "rmsnorm" and (full or cluster == 2)
     return vector and cluster > 1 and (many or gains)
 
@@ -173,7 +174,7 @@ def _forward_least_stages(norm: str, x: str, held: tuple[int, int], cluster: int
 
 
 def _forward_lead(norm: str, per_thread: int, cluster: int) -> int:
-    return LEAD_FORWARD_MANY[norm][cluster] if per_thread == STAGED_MANY_COLUMNS_PER_THREAD else LEAD_FORWARD
+    return LEAD_FORWARD_MANY[norm][cluster] if per_thread == FORWARD_MANY_COLUMNS_PER_THREAD else LEAD_FORWARD
 
 
 def forward_config(problem: NormProblem, aligned: bool, device: Device) -> ForwardConfig:

@@ -13,8 +13,11 @@ from .backward import (
     STAGED_FILLING_COLUMNS,
     backward_definitions,
     direct_definitions,
+    gang_definitions,
     has_short_rows,
+    largest_cluster,
     may_fill_lanes,
+    may_form_gangs,
     may_keep_pace,
     part_of_warp_lanes,
     widening_definitions,
@@ -76,7 +79,11 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
         paced_of = functools.partial(may_keep_pace, kind)
         short_of = functools.partial(has_short_rows, x, vector)
-        yield from _staged_variants("backward_staged", definitions, x, device, choices, parts, paced_of, short_of)
+        gangs = may_form_gangs(x, dy, vector, device)
+        most = largest_cluster(gangs, device)
+        yield from _staged_variants("backward_staged", definitions, x, device, most, choices, parts, paced_of, short_of)
+        if gangs:
+            yield Variant("backward_staged.cu", ("backward_staged",), (*definitions, *gang_definitions()))
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
         definitions = forward_definitions(norm, x, vector)
         routes = (*definitions, *direct_forward_definitions(columns_per_thread(x)))
@@ -90,7 +97,10 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         def paced(held: tuple[int, int], cluster: int, full: bool, norm: str = norm, vector: bool = vector) -> bool:
             return forward_keeps_pace(norm, held, cluster, vector, full)
 
-        yield from _staged_variants("forward_staged", definitions, x, device, choices, parts, paced, lambda *_: False)
+        most = device.largest_cluster
+        yield from _staged_variants(
+            "forward_staged", definitions, x, device, most, choices, parts, paced, lambda *_: False
+        )
     for x in sorted({compute_name(x) for x in FLOAT_NAMES}):
         yield Variant("widen_w.cu", ("widen_w",), widening_definitions(x))
     for x, streaming in product(FLOAT_NAMES, (False, True)):
@@ -102,6 +112,7 @@ def _staged_variants(
     definitions: tuple[str, ...],
     x: str,
     device: Device,
+    most_blocks: int,
     choice_of: Callable[[int, Device], Choice],
     part_of_warp: Iterable[int],
     paced_of: Callable[[tuple[int, int], int, bool], bool],
@@ -111,7 +122,7 @@ def _staged_variants(
     have gaps between them."""
     if not device.has_clusters:
         return
-    clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
+    clusters = [cluster for cluster in CLUSTERS if cluster <= most_blocks]
     pairs = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
     parts = {(n, 1, True) for n in part_of_warp}
     wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}

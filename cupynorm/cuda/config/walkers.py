@@ -32,6 +32,7 @@ EVEN_BELOW_STEPS, EVEN_LEAST_WALKERS = 48, 3 / 4
 WORKSPACE_BYTES = 64 << 20
 KEPT_BYTES = 16 << 20  # of workspace, for each stream; a call that needs more allocates its own
 KEPT_COUNTER_BYTES = 64 << 10  # of these, for meetings of up to 8000 blocks
+KEPT_EXCHANGE_BYTES = 32 << 10  # and for what gangs of up to 255 blocks in all exchange
 STEP_COUNTERS_BYTES = STEP_COUNTERS * 128
 # Where x, dy and dx together take at least the first and at most the second, x and dy are read so that they leave the
 # L2 cache first, but not beside column blocks. RMSNorm, 25 MB, N=1024 15.8 → 15.3 us; 50 MB, N=16384 24.2 → 23.2. With
@@ -66,8 +67,8 @@ HALF_COLUMN_BLOCKS_ROWS = {1: (50, 64), 2: (50, 64), 4: (64, 64)}
 # on, LayerNorm 7.6 → 6.9 us, of 1024 6.2 → 6.6; where dw and db have another type than their sums, in any case.
 COLUMN_BLOCKS_ONE_ROW = 4096
 # So few rows, where no group has more than one, take the kernel's short way (kTakesFewRows of backward_staged.cu). An
-# H100: 130x1024 7.2 → 6.8 us, LayerNorm 7.8 → 7.0, 264x1024 7.4 → 7.1, 8.0 → 7.3, but 512x1024 7.3 → 7.5, 7.6 → 7.8,
-# 512x512 6.9 → 7.3; of 40 columns a thread 1x5120 6.7 → 7.5, in clusters 1x16384 7.6 → 8.3.
+# H100: 130x1024 7.2 → 6.8 us, LayerNorm 7.8 → 7.0, 264x1024 7.4 → 7.1, 8.0 → 7.3, but 512x1024 7.3 → 7.5, 7.6 → 7.8;
+# of 40 columns a thread 1x5120 7.2 → 7.5, in clusters 1x16384 7.6 → 8.1.
 FEW_ROWS_A_MULTIPROCESSOR = 2
 ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction, if there is one
 REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
@@ -77,7 +78,7 @@ REDUCTION_BATCH = 10  # kReductionBatch of reduction.cuh
 class Grid(NamedTuple):
     """The blocks of a backward launch."""
 
-    walkers: int  # blocks, clusters, or blocks of one slab, that walk along the rows
+    walkers: int  # blocks, clusters, gangs, or blocks of one slab, that walk along the rows
     column_blocks: int = 0  # behind them, blocks that sum dw and db (column_blocks.cuh); 0: the walkers do
     row_threads: int = 0  # of a column block, that share a column
     few_rows: bool = False  # no group has more than one, and walkers sum no columns
@@ -91,7 +92,7 @@ class _ColumnBlocks(NamedTuple):
 
 
 def grid(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> Grid:
-    """`blocks_at_once` is how many blocks (clusters) the device holds at the same time."""
+    """`blocks_at_once` is how many blocks (clusters, gangs) the device holds at the same time."""
     found = _column_blocks_grid(config, problem, blocks_at_once, device)
     found = found or Grid(partial_rows(config, problem, blocks_at_once, device))
     sums = (problem.want_dw or problem.want_db) and not found.column_blocks
@@ -102,10 +103,7 @@ def grid(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, devi
 def takes_few_rows(config: BackwardConfig) -> bool:
     """Whether the kernel has a way past the ring for these: kTakesFewRows of backward_staged.cu."""
     return (
-        config.route == "staged"
-        and "VECTOR=1" in config.definitions
-        and config.cluster == 1
-        and config.per_thread <= 32
+        config.route == "staged" and "VECTOR=1" in config.definitions and config.slabs == 1 and config.per_thread <= 32
     )
 
 
@@ -123,18 +121,18 @@ def _column_blocks_grid(
     # enough have one for themselves: LayerNorm, 2600x640, 12.8 → 11.9 us; but not blocks of a warp or two: 480x1024
     # with gaps, 9.1 → 12.1.
     together = 1
-    if steps * config.cluster > device.multiprocessors:
-        together = divide_up(blocks_at_once * config.cluster, device.multiprocessors)
+    if steps * config.slabs > device.multiprocessors:
+        together = divide_up(blocks_at_once * config.slabs, device.multiprocessors)
         together = max(1, min(together, STAGED_MAX_THREADS // config.threads))
 
     if not problem.want_dx:
-        found = _column_blocks(config, problem, COLUMN_BLOCKS * together * (2 if config.cluster <= 2 else 1))
+        found = _column_blocks(config, problem, COLUMN_BLOCKS * together * (2 if config.slabs <= 2 else 1))
         return found and Grid(0, found.blocks, found.row_threads)
 
     def walkers_beside(found: _ColumnBlocks, most: int) -> int:
         spread = found.blocks <= most and config.threads >= 4 * WARP
-        room = device.multiprocessors * (1 if spread else together) // config.cluster
-        return min(steps, min(blocks_at_once, room) - found.blocks // config.cluster)
+        room = device.multiprocessors * (1 if spread else together) // config.slabs
+        return min(steps, min(blocks_at_once, room) - found.blocks // config.slabs)
 
     for most in (COLUMN_BLOCKS, COLUMN_BLOCKS // 2, COLUMN_BLOCKS // 4):
         found = _column_blocks(config, problem, most * together)
@@ -143,7 +141,7 @@ def _column_blocks_grid(
         walkers = walkers_beside(found, most)
         if walkers < steps and together == 1 and (half := _half_as_many_column_blocks(config, problem, most // 2)):
             found, walkers = half, walkers_beside(half, most)
-        if walkers >= min(steps, COLUMN_BLOCKS_WALKERS * (found.blocks // config.cluster)):
+        if walkers >= min(steps, COLUMN_BLOCKS_WALKERS * (found.blocks // config.slabs)):
             return Grid(walkers, found.blocks, found.row_threads)
     return None
 
@@ -156,7 +154,7 @@ def has_column_blocks(config: BackwardConfig, problem: NormProblem, device: Devi
 
 def _half_as_many_column_blocks(config: BackwardConfig, problem: NormProblem, most: int) -> _ColumnBlocks | None:
     x, dy = problem.x_dtype.itemsize, ITEMSIZE[name_of(problem.dy_dtype)]
-    most_rows = HALF_COLUMN_BLOCKS_ROWS.get(config.cluster)
+    most_rows = HALF_COLUMN_BLOCKS_ROWS.get(config.slabs)
     if most_rows is None or x != 2 or dy != 2 or "VECTOR=1" not in config.definitions:
         return None
     found = _column_blocks(config, problem, most)
@@ -178,7 +176,7 @@ def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int) -> _
     slices = divide_up(problem.columns, column_threads * vector)
     row_threads = config.threads // column_threads
     found = _ColumnBlocks(
-        blocks=divide_up(min(slices, most), config.cluster) * config.cluster,
+        blocks=divide_up(min(slices, most), config.slabs) * config.slabs,
         row_threads=row_threads,
         rows=divide_up(problem.rows, row_threads) * divide_up(slices, most) * _counts_as_rows(x, dy),
         sectors=column_threads * vector * itemsize // SECTOR_BYTES,
@@ -195,9 +193,9 @@ def _counts_as_rows(x_itemsize: int, dy_itemsize: int) -> float:
 
 
 def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> int:
-    """How many row walkers (blocks, clusters, or blocks of one slab) run, each with a partial row of dw and db.
+    """How many row walkers (blocks, clusters, gangs, or blocks of one slab) run, each with a partial row of dw and db.
 
-    `blocks_at_once` is how many blocks (clusters) the device holds at the same time.
+    `blocks_at_once` is how many blocks (clusters, gangs) the device holds at the same time.
     """
     walkers = divide_up(blocks_at_once, config.slabs) if config.route == "split" else blocks_at_once
     if problem.rows <= FEW_ROWS_A_WALKER * walkers:
@@ -300,6 +298,11 @@ def partial_row_stride(columns: int) -> int:
 def meeting_bytes(blocks: int) -> int:
     """struct Meeting of reduction.cuh, for a launch of so many blocks."""
     return STEP_COUNTERS_BYTES + 8 * (3 + blocks)
+
+
+def exchange_bytes(blocks: int) -> int:
+    """struct GangMemory of gang.cuh and its entries, for gangs of so many blocks in all."""
+    return 128 * (1 + blocks)
 
 
 def reduction_row_threads(threads: int, blocks: int, partial_rows: int, problem: NormProblem) -> int:

@@ -1,0 +1,150 @@
+// The exchange of a row's sums between the blocks of a gang: as many blocks as a row needs, anywhere on the device, through memory,
+// which here is the L2 cache.
+//
+// Clusters of sixteen leave 20 of 132 multiprocessors without work, and no cluster is larger. A gang has any size, but its exchange
+// takes some 3 us under the load, where a cluster's takes one: so a row's second half comes kGangBehind steps after its first. The
+// blocks of a gang wait for each other, so all blocks of the launch must run at the same time: it is a cooperative one.
+//
+// The last warp of a block to have its sums adds them all up and stores the block's, each beside a tag that says of which row it
+// is. Nothing else orders them: no fence, no counter. As many warps as it takes to have a lane for each block, usually one, read
+// these entries until the tags are right, and leave the row's sums in shared memory: reads of all eight warps slowed the others
+// down (1 GB, N=65536, RMSNorm, an H100, 344 → 366 us). Order of sums: warps by a butterfly, then up to 32 blocks by a butterfly,
+// these in turn.
+//
+// Expects staged.cuh; Compute is float.
+#pragma once
+
+#include "staged.cuh"
+
+constexpr int kGangBehind = 2;  // with 1 it took 3% more, an H100, 1 GB, N=131072; with 3 as long, but more where memory is faster
+// A block that posts sum j has collected sum j − kGangBehind − 1, so all have posted that, and collected the one as far before it.
+constexpr int kGangSlots = 4, kGangEntries = 8;  // of sums in a block and in memory: powers of two
+static_assert(kGangSlots >= kGangBehind + 1 && kGangEntries >= 2 * kGangBehind + 2, "nobody still reads what is overwritten");
+
+// In memory, before the entries: zero before the first launch that uses it. Launches that do follow one another.
+struct alignas(128) GangMemory {
+    unsigned before;  // tags that were used
+    unsigned left;    // blocks of this launch that have collected all
+};
+
+struct GangState {
+    Barrier::State summed[kGangSlots];  // all warps of the block have their sums of a row
+    Barrier::State there[kGangSlots];   // the readers have those of all blocks
+    Sums<float> warps[kGangSlots][kMaxWarps];
+    Sums<float> totals[kGangSlots][kMaxWarps];  // of each reader's blocks
+};
+
+// A group's exchange of row sums, kBoth of a pair or the first alone, as SumExchange has it for clusters.
+template <bool kBoth> struct GangExchange {
+    using Tagged = unsigned long long;  // a sum, and above it its tag: read at once
+    // What a reading lane has of its entry.
+    struct Asked {
+        Tagged first, second;
+    };
+    static constexpr int kEntryBytes = (kBoth ? 2 : 1) * int(sizeof(Tagged));  // GANG_ENTRY_BYTES of config/walkers.py are for both
+
+    GangState& state;
+    Barrier summed, there;
+    int warps, readers, blocks, rank;
+    GangMemory* memory;
+    char* entries;    // of the gang
+    unsigned before;  // the launch's first tag is the next
+
+    __device__ GangExchange(GangState& state, const BlockShare& share, void* gang_memory)
+        : state(state), summed{shared_address(state.summed)}, there{shared_address(state.there)}, warps(blockDim.x / 32),
+          readers((share.blocks + 31) / 32), blocks(share.blocks), rank(share.rank),
+          memory(static_cast<GangMemory*>(gang_memory)),
+          entries(reinterpret_cast<char*>(memory + 1) + share.gang * kGangEntries * blocks * kEntryBytes) {
+        asm volatile("" : "+r"(summed.address), "+r"(there.address));
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(&memory->before) : "memory");
+    }
+
+    // By all threads of the block.
+    __device__ void start(int thread) const {
+        if (thread >= kGangSlots) return;
+        summed[thread].init(warps);
+        there[thread].init(readers);
+        fence_barrier_init();
+    }
+
+    // Returns nothing of use: no sum is a warp's own.
+    __device__ Sums<float> post(Sums<float> sums, int j, int thread) const {
+        sum_over_lanes<kBoth, 32>(sums);
+        const int slot = unsigned(j) % kGangSlots;
+        bool last = false;
+        if (thread % 32 == 0) {
+            state.warps[slot][thread / 32] = sums;
+            last = summed[slot].arrive_last();
+        }
+        if (__shfl_sync(0xffffffffu, int(last), 0)) {
+            sums = sum_entries<kBoth, kMaxWarps>(state.warps[slot], warps);
+            if (thread % 32 == 0) store(entry(j, rank), sums, tag(j));
+        }
+        return sums;
+    }
+
+    // Sum j as it is by now, some time before it is to be collected.
+    __device__ Asked ask(int j) const {
+        return reads() ? load(entry(j, minimum(int(threadIdx.x), blocks - 1))) : Asked{0, 0};
+    }
+    __device__ Sums<float> collect(int j, Asked asked) const {
+        const int slot = unsigned(j) % kGangSlots;
+        if (reads()) {
+            Sums<float> sums = {0.0f, 0.0f};
+            if (int(threadIdx.x) < blocks) {
+                while (!is_of(asked, tag(j))) asked = load(entry(j, threadIdx.x));
+                sums.first = __uint_as_float(unsigned(asked.first));
+                if constexpr (kBoth) sums.second = __uint_as_float(unsigned(asked.second));
+            }
+            __syncwarp();
+            sum_over_lanes<kBoth, 32>(sums);
+            if (threadIdx.x % 32 == 0) {
+                state.totals[slot][threadIdx.x / 32] = sums;
+                there[slot].arrive();
+            }
+        }
+        there[slot].wait(unsigned(j) / kGangSlots & 1);
+        Sums<float> sums = state.totals[slot][0];
+        for (int i = 1; i < readers; ++i) sums.add(state.totals[slot][i]);
+        return sums;
+    }
+
+    // By all threads of each of `all_blocks`, when they have collected all sums, at most so many: the next launch has new tags.
+    __device__ void leave(unsigned all_blocks, unsigned sums) const {
+        if (threadIdx.x != 0) return;
+        unsigned others;
+        asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(others) : "l"(&memory->left) : "memory");
+        if (others + 1 != all_blocks) return;
+        memory->left = 0;
+        memory->before = before + sums;
+    }
+
+private:
+    __device__ bool reads() const { return int(threadIdx.x) / 32 < readers; }
+    __device__ unsigned tag(int j) const { return before + 1 + j; }
+    __device__ char* entry(int j, int block) const {
+        return entries + (unsigned(j) % kGangEntries * blocks + block) * kEntryBytes;
+    }
+    __device__ static bool is_of(const Asked& asked, unsigned tag) {
+        return unsigned(asked.first >> 32) == tag && (!kBoth || unsigned(asked.second >> 32) == tag);
+    }
+    __device__ static Tagged tagged(float sum, unsigned tag) { return Tagged(tag) << 32 | __float_as_uint(sum); }
+    __device__ static Asked load(const char* entry) {
+        Asked asked = {0, 0};
+        if constexpr (kBoth) {
+            asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+                         : "=l"(asked.first), "=l"(asked.second) : "l"(entry) : "memory");
+        } else {
+            asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(asked.first) : "l"(entry) : "memory");
+        }
+        return asked;
+    }
+    __device__ static void store(char* entry, const Sums<float>& sums, unsigned tag) {
+        if constexpr (kBoth) {
+            asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(entry), "l"(tagged(sums.first, tag)),
+                         "l"(tagged(sums.second, tag)) : "memory");
+        } else {
+            asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(entry), "l"(tagged(sums.first, tag)) : "memory");
+        }
+    }
+};
