@@ -62,13 +62,12 @@ struct BackwardArguments {
     int w_code, dw_code;    // ElementCode, of w (x's type or the arithmetic's: widen_w.cu), and of dw and db
     int group_threads;      // threads that share a row
     int slab_columns;       // columns of a row that one block holds
+    int stages;             // staged route: steps in flight
     int steps;              // staged route: at least so many of each walk over the rows
-    int partial_rows;
+    int partial_rows;       // as many as walkers
     int row_threads;        // threads that share a column, of a column block or in the final reduction; there a power of two
     int groups;             // of a block
     // Staged route.
-    short stages;           // steps in flight
-    short blocks_a_row;     // of a cluster or a gang
     short column_blocks;    // blocks behind those that walk rows, which sum dw and db; 0: the walkers do
     short lead;             // of Pace, in quarters of a step; 0: no pace is kept
     short step_counters;    // a power of two

@@ -87,7 +87,6 @@ struct FewRowsArguments {
     X* dx;
     int64 rows, x_row_stride, dy_row_stride, dx_row_stride;
     int columns, w_code, group_threads, slab_columns, groups;
-    static constexpr int blocks_a_row = 1;
 
     __device__ explicit FewRowsArguments(const BackwardArguments& a)
         : x(a.x), dy(a.dy), w(a.w), mean(a.mean), rstd(a.rstd), dx(a.dx), rows(a.rows), x_row_stride(a.x_row_stride),
@@ -204,7 +203,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         if (a.few_rows) return write_few_rows(FewRowsArguments(a), &state);
     }
 
-    const BlockShare share(a);
+    const BlockShare share(a, kGang ? row_blocks / unsigned(a.partial_rows) : kCluster);
     const RowWalk walk(share, a.rows, a.steps, row_blocks / unsigned(share.blocks));
     const RingPart<X, true> x_part(a, share, a.x, a.x_row_stride, 0, a.read_once);
     const RingPart<Dy, true> dy_part(a, share, a.dy, a.dy_row_stride, x_part.part_bytes, a.read_once);
@@ -234,7 +233,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
     ColumnSums column_sums(shared, threadIdx.x, blockDim.x);
     const auto publish = [&](const Columns& at) {
-        return publish_columns(a, column_sums, share.walker(), share.first_column, at, a.group_threads);
+        return publish_columns(a, column_sums, share.walker, share.first_column, at, a.group_threads);
     };
     const auto staged_row = [&](const RingPlace& place, int j) {
         const char* const at = ring.place(place.stage);

@@ -54,7 +54,7 @@ template <bool kBoth> struct GangExchange {
         : state(state), summed{shared_address(state.summed)}, there{shared_address(state.there)}, warps(blockDim.x / 32),
           readers((share.blocks + 31) / 32), blocks(share.blocks), rank(share.rank),
           memory(static_cast<GangMemory*>(gang_memory)),
-          entries(reinterpret_cast<char*>(memory + 1) + share.gang * kGangEntries * blocks * kEntryBytes) {
+          entries(reinterpret_cast<char*>(memory + 1) + share.walker * kGangEntries * blocks * kEntryBytes) {
         asm volatile("" : "+r"(summed.address), "+r"(there.address));
         asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(&memory->before) : "memory");
     }

@@ -57,29 +57,22 @@ constexpr int kMaxTeams = kMaxThreads / kTeamThreads;
 constexpr int kSlots = 4;  // a warp that posts sum j knows that all others have read sum j − 4
 
 // A block's share of a row, a thread's place in the block, and what the thread's team reads of a step: some of a row's
-// columns, or the rows of some groups. No divisions: the first copy waits for all of this.
+// columns, or the rows of some groups. No divisions, but in gangs: the first copy waits for all of this.
 struct BlockShare {
-    unsigned gang;  // the block's
     int groups, group, thread;
-    int blocks, rank, first_column, columns;  // blocks that share a row
+    unsigned walker;  // that the block is, or belongs to
+    int blocks, rank, first_column, columns;
     int team, team_thread, team_warps;
     int team_group, team_rows;      // the first of the groups whose rows it reads, and how many
     int team_column, team_columns;  // the first column, from first_column on, and how many
 
     template <class Arguments>
-    __device__ explicit BlockShare(const Arguments& a)
-        : gang(0), groups(kSplitsRows ? 1 : a.groups), group(groups > 1 ? threadIdx.x >> log2_of(a.group_threads) : 0),
-          thread(threadIdx.x - group * a.group_threads), blocks(kCluster), rank(kClustered ? cluster_rank() : 0),
+    __device__ explicit BlockShare(const Arguments& a, unsigned blocks = kCluster)
+        : groups(kSplitsRows ? 1 : a.groups), group(groups > 1 ? threadIdx.x >> log2_of(a.group_threads) : 0),
+          thread(threadIdx.x - group * a.group_threads), walker(blockIdx.x / blocks), blocks(blocks),
+          rank(kGang ? blockIdx.x - walker * blocks : kClustered ? cluster_rank() : 0),
           first_column(rank * a.slab_columns), columns(minimum(a.slab_columns, a.columns - first_column)),
           team(0), team_group(0), team_rows(groups), team_column(0), team_columns(columns) {
-        if constexpr (kGang) {
-            blocks = a.blocks_a_row;
-            gang = blockIdx.x / unsigned(blocks);
-            rank = blockIdx.x - gang * blocks;
-            first_column = rank * a.slab_columns;
-            columns = minimum(a.slab_columns, a.columns - first_column);
-            team_columns = columns;
-        }
         // Through a shuffle, the compiler knows that a warp's lanes agree, and computes addresses once for all of them.
         if (kWholeWarps && !kSplitsRows) group = __shfl_sync(0xffffffffu, group, 0);
         if (kMaxTeams > 1) team = __shfl_sync(0xffffffffu, threadIdx.x / unsigned(kTeamThreads), 0);
@@ -98,8 +91,6 @@ struct BlockShare {
             team_columns = left < 0 ? 0 : minimum(left, threads * kColumnsPerThread);
         }
     }
-    // The number of the walker that the block is, or belongs to.
-    __device__ unsigned walker() const { return kGang ? gang : blockIdx.x / kCluster; }
 };
 
 // What a team has to do with a place in the ring.
@@ -135,7 +126,7 @@ struct RowWalk {
 
     // Every one of `walkers` takes at least `steps` of the first `rows` rows.
     __device__ RowWalk(const BlockShare& share, int64 rows, int steps, unsigned walkers)
-        : first(int64(share.walker()) * share.groups), step(int64(walkers) * share.groups),
+        : first(int64(share.walker) * share.groups), step(int64(walkers) * share.groups),
           end(steps + (first + steps * step < rows)) {}
     __device__ int64 row(int j) const { return first + j * step; }
     __device__ bool has(int j) const { return j < end; }
@@ -351,7 +342,7 @@ struct Pace {
         : state(shared_address(&shared)), blocks(0), counts_here(false), slack(0) {
         asm volatile("" : "+r"(state));  // found here, once
         if (!a.lead) return;
-        const unsigned walkers = gridDim.x / unsigned(share.blocks), walker = share.walker();
+        const unsigned walkers = gridDim.x / unsigned(share.blocks), walker = share.walker;
         const unsigned range = (walkers + a.step_counters - 1) >> log2_of(a.step_counters);  // walkers of a place
         unsigned first = 0;
         for (; walker - first >= range; first += range) ++counters;

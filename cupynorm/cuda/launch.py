@@ -95,12 +95,11 @@ class Backward:
                 _code(problem.parameter_dtype),
                 config.group_threads,
                 config.slab_columns,
+                config.stages,
                 choose.least_steps(config.groups, problem.rows, walkers),
                 walkers,
                 row_threads or choose.reduction_row_threads(config.threads, blocks, walkers, problem),
                 config.groups,
-                config.stages,
-                config.slabs if config.route == "staged" else 1,
                 column_blocks,
                 *(choose.pace(config, problem.rows, walkers) if reduces else (0, 1)),
                 choose.reads_once(problem) and not column_blocks,  # these read what the walkers have read
