@@ -37,7 +37,7 @@ OPS = ("rmsnorm_backward", "layernorm_backward")
 COLUMNS, SIZES = (1024, 4096, 16384), (25.0, 100.0)
 
 NO_SUMS = (
-    ("exchange.collect(j, before.posted)", "Sums<Compute>{Compute(0), Compute(0)}"),
+    ("exchange.collect(j, before.posted, asked)", "Sums<Compute>{Compute(0), Compute(0)}"),
     (
         """            if (now.active) {
                 staged_row(now.place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool) {
@@ -65,13 +65,16 @@ COPIES = (
         "    const ColumnsAhead w_ahead(state, share, a.w, a.w_code, shared, ColumnSums::shared_bytes(blockDim.x));\n",
         "",
     ),
-    ("    w_ahead.wait();\n    w.load(w_ahead.source, a.w_code, own, w_shared);\n", ""),
+    ("    w_ahead.wait();\n    w.load(w_ahead.source, a.w_code, own);\n", ""),
 )
 ARITHMETIC = (
-    ("now.active = ring.wait(now.place) && (kManyColumns || j < own_count);", "now.active = j < own_count;"),
+    ("now.active = ring.wait(now.place) && j < own_count;", "now.active = j < own_count;"),
     ("    ring.start(walk, kFirstSteps, x_part, dy_part);\n", "    ring.start(walk, 0, x_part, dy_part);\n"),
     ("    ring.start_others(walk, kFirstSteps, x_part, dy_part);\n", ""),
-    ("            ring.fill_again(before.place, walk, j - 1, pace, x_part, dy_part);\n", "            __syncwarp();\n"),
+    (
+        "            ring.fill_again(before.place, walk, j - kBehind, pace, x_part, dy_part);\n",
+        "            __syncwarp();\n",
+    ),
 )
 
 

@@ -25,6 +25,7 @@ class Launched(NamedTuple):
     grid: tuple[int, ...]
     stream: int
     arguments: bytes
+    cooperative: bool = False
 
     def fields(self) -> tuple[Any, ...]:
         return struct.unpack(layout_of(self.kernel), self.arguments)
@@ -90,6 +91,7 @@ class FakeDevice:
         monkeypatch.setattr(self.cupy.cuda, "get_current_stream", lambda: self.stream)
         monkeypatch.setattr(self.cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 2)
         monkeypatch.setattr(self.cupy.cuda.driver, "launchKernel", self._launch)
+        monkeypatch.setattr(self.cupy.cuda.driver, "launchCooperativeKernel", self._launch_cooperative)
         monkeypatch.setattr(driver, "_library", lambda: self)
         monkeypatch.setattr(launch, "kernel", self._kernel)
         monkeypatch.setattr(launch, "_kept", launch._KeptMemory())
@@ -142,6 +144,10 @@ class FakeDevice:
         memory = ctypes.c_void_p.from_address(pointers).value
         arguments = ctypes.string_at(memory, struct.calcsize(layout_of(name)))
         self.launched.append(Launched(name, (x, y, z), stream, arguments))
+
+    def _launch_cooperative(self, function: int, *others: int) -> None:
+        self._launch(function, *others, 0)
+        self.launched[-1] = self.launched[-1]._replace(cooperative=True)
 
     def cuOccupancyMaxActiveClusters(self, clusters: Any, function: Any, config: Any) -> int:
         clusters._obj.value = 30

@@ -4,7 +4,7 @@ A public function is called on the device of fake_device.py, which notes its lau
 kernel's own source, compiled as C++ for the CPU with the launch's own definitions, grid, block, shared memory and
 arguments. In place of CUDA stand on_cpu/cuda.h and, for bulk copies and barriers, on_cpu/pipeline.h. PTX is taken out:
 single statements that matter are written here as C++, the others (hints, prefetches, fences) are left away. So float16,
-which is converted by PTX, and clusters are not there, and time and the order in which memory is seen say nothing.
+which is converted by PTX, clusters and gangs are not there, and time and the order in which memory is seen say nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class KernelsOnCpu(FakeDevice):
         self._shapes: dict[int, tuple[int, int]] = {}  # of each, threads and bytes of shared memory
         over = driver.Launch.over
 
-        def noted(launch: Any, x: int, y: int = 1) -> Any:
+        def noted(launch: Any, x: int, y: int = 1, cooperative: bool = False) -> Any:
+            assert not cooperative, "blocks run one after the other here"
             self._shapes[launch._kernel.kernel.ptr] = launch._threads, launch._shared_bytes
             return over(launch, x, y)
 

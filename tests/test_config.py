@@ -78,7 +78,10 @@ def team_threads(vector: bool, column_bytes: int) -> int:
 
 
 def at_once_on_h200(chosen):
-    """Blocks of at most 256 threads on each multiprocessor, or clusters of such a block on each: as the driver says."""
+    """Blocks of at most 256 threads on each multiprocessor, or clusters or gangs of such a block on each: as the driver
+    says."""
+    if chosen.gang:
+        return 132 // chosen.slabs
     if chosen.cluster == 1:
         return 132 * max(1, config.common.STAGED_MAX_THREADS // chosen.threads)
     return config.walkers._CLUSTERS_OF_132[chosen.cluster]
@@ -120,7 +123,8 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned, norm, rows):
             assert device.has_clusters, at
             assert config.backward.STAGED_LEAST_STAGES <= chosen.stages <= config.common.STAGED_MOST_STAGES, at
             assert chosen.threads <= config.common.STAGED_MAX_THREADS, at
-            assert chosen.groups == 1 or chosen.cluster == 1, at
+            assert chosen.groups == 1 or chosen.slabs == 1, at
+            assert chosen.slabs == chosen.cluster or (chosen.gang and chosen.cluster == 1), at
             team = team_threads(vector, per_thread * config.common.compute_itemsize(x))
             whole_teams = chosen.threads < team or chosen.threads % team == 0
             assert chosen.groups == 1 or chosen.group_threads >= team or whole_teams, at
@@ -399,14 +403,15 @@ def test_no_warp_reads_single_columns_that_are_not_there(device, x, dy):
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize(("x", "dy"), [*((x, x) for x in DTYPES), ("float64", "bfloat16"), ("float32", "float16")])
 def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
-    """By whole clusters that run beside the walkers, none of them idle, with room for what their threads add up."""
+    """By whole clusters, or blocks, that run beside the walkers, none idle, with room for what their threads add up."""
     found = 0
     for columns, rows, gap, norm in product(COLUMNS, (1, 2, 60, 500), (0, 16), ("rmsnorm", "layernorm")):
         problem = backward(columns, x, dy, rows=rows, norm=norm)
         problem = replace(problem, want_dx=want_dx, x_row_stride=columns + gap)
         chosen = config.backward_config(problem, aligned, device)
         for together in (1, 2, 3):
-            at_once = max(1, together * device.multiprocessors // chosen.cluster - 1)
+            row_blocks = chosen.slabs if chosen.route == "staged" else 1
+            at_once = max(1, together * device.multiprocessors // row_blocks - 1)
             grid = config.grid(chosen, problem, at_once, device)
             if not grid.column_blocks:
                 assert grid[:3] == (config.walkers.partial_rows(chosen, problem, at_once, device), 0, 0)
@@ -418,7 +423,7 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
             assert grid.column_blocks % chosen.cluster == 0
             if want_dx:
                 assert 1 <= grid.walkers <= -(-rows // chosen.groups)
-                assert grid.walkers + grid.column_blocks // chosen.cluster <= at_once
+                assert grid.walkers * chosen.slabs + grid.column_blocks <= at_once * chosen.slabs
             else:
                 assert grid.walkers == 0
             width = config.common.vector_width(x, dy) if "VECTOR=1" in chosen.definitions else 1
@@ -454,7 +459,8 @@ ON_H200 = [
     ("layernorm", 100, 8191, "bfloat16", "bfloat16", False, 132, (68, 64, 2)),  # nor off 16 bytes,
     ("rmsnorm", 64, 65536, "bfloat16", "bfloat16", True, 15, (7, 64, 2)),  # nor in larger clusters
     ("rmsnorm", 127, 32768, "bfloat16", "bfloat16", True, 30, (22, 32, 2)),
-    ("layernorm", 16, 262144, "bfloat16", "bfloat16", True, 7, (3, 64, 1)),
+    ("layernorm", 16, 262144, "bfloat16", "bfloat16", True, 4, (2, 64, 1)),  # gangs
+    ("layernorm", 16, 90112, "bfloat16", "bfloat16", True, 12, (8, 44, 1)),
     ("layernorm", 1356, 3072, "bfloat16", "bfloat16", True, 264, (168, 96, 32)),  # of 128 threads, two together
     ("layernorm", 407, 10240, "bfloat16", "bfloat16", True, 132, (92, 80, 8)),  # the same, in clusters
     ("layernorm", 203, 20480, "bfloat16", "bfloat16", True, 60, (40, 80, 4)),
@@ -523,7 +529,7 @@ def test_one_row_has_column_blocks_where_that_is_short_or_its_sums_are_narrowed(
 
 def test_few_rows_are_where_the_kernel_takes_them(device):
     source = (module.source_directory() / "backward_staged.cu").read_text(encoding="utf-8")
-    assert "kTakesFewRows = kVector > 1 && kColumnsPerThread <= 32 && !kManyColumns && !kClustered;" in source
+    assert "kTakesFewRows = kVector > 1 && kColumnsPerThread <= 32 && !kSplitsRows;" in source
     for columns, x, aligned in product(COLUMNS, DTYPES, (True, False)):
         problem = replace(backward(columns, x, x, rows=2), want_dw=False, want_db=False)
         chosen = config.backward_config(problem, aligned, device)
@@ -531,9 +537,8 @@ def test_few_rows_are_where_the_kernel_takes_them(device):
         if chosen.route != "staged":
             assert not few
             continue
-        many_columns = chosen.per_thread * config.common.compute_itemsize(x) > 160
-        vector, cluster = defined(chosen, "VECTOR"), defined(chosen, "CLUSTER")
-        takes = vector and chosen.per_thread <= 32 and not many_columns and cluster == 1
+        split = defined(chosen, "CLUSTER") > 1 or "GANG=1" in chosen.definitions
+        takes = defined(chosen, "VECTOR") and chosen.per_thread <= 32 and not split
         assert few == takes, (columns, x, aligned)
 
 
@@ -585,18 +590,18 @@ def test_column_blocks_leave_walkers_enough(multiprocessors):
         problem = backward(columns, "bfloat16", "bfloat16", rows=rows)
         chosen = config.backward_config(problem, True, device)
         for a_multiprocessor in (1, 2):
-            at_once = max(1, multiprocessors * a_multiprocessor // chosen.cluster)
+            at_once = max(1, multiprocessors * a_multiprocessor // chosen.slabs)
             found = config.grid(chosen, problem, at_once, device)
             steps = -(-rows // chosen.groups)
             if found.column_blocks:
-                assert found.walkers >= min(steps, multiprocessors // chosen.cluster * 3 // 7)
+                assert found.walkers >= min(steps, multiprocessors // chosen.slabs * 3 // 7)
 
 
 def test_much_data_has_no_column_blocks(device):
     for columns in (128, 1024, 4096, 16384, 262144):
         problem = backward(columns, "bfloat16", "bfloat16", rows=100_000_000 // 6 // columns)
         chosen = config.backward_config(problem, True, device)
-        assert config.grid(chosen, problem, 132 // chosen.cluster, device).column_blocks == 0
+        assert config.grid(chosen, problem, max(1, 132 // chosen.slabs), device).column_blocks == 0
 
 
 def test_the_final_reduction_is_shared_out():
@@ -607,7 +612,8 @@ def test_the_final_reduction_is_shared_out():
         (256, 264, 264, 128, "rmsnorm"),
         (384, 132, 132, 12289, "layernorm"),
         (256, 120, 15, 65536, "rmsnorm"),
-        (256, 112, 7, 262144, "layernorm"),
+        (256, 128, 4, 262144, "layernorm"),
+        (256, 128, 1, 1 << 20, "layernorm"),
         (32, 3, 3, 1, "rmsnorm"),
         (128, 2, 2, 1 << 20, "rmsnorm"),
     ):
@@ -820,9 +826,9 @@ PACE_LENGTHS = (
     *(7168, 14336, 16384, 20480, 32768, 65536, 262144),
 )
 PACED_LAYERNORM = {
-    "float16": (16, 256, 384, 512, 768, 1024, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536),
-    "bfloat16": (16, 256, 384, 512, 768, 1024, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536),
-    "float32": (16, 24, 96, 256, 384, 512, 1024, 4096, 5120, 7168, 14336, 16384, 20480, 32768),
+    "float16": (16, 256, 384, 512, 768, 1024, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536, 262144),
+    "bfloat16": (16, 256, 384, 512, 768, 1024, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536, 262144),
+    "float32": (16, 24, 96, 256, 384, 512, 1024, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 65536, 262144),
     "float64": (384, 512, 768, 1024, 3072),
 }
 
@@ -839,12 +845,9 @@ PACED_LAYERNORM = {
         ("layernorm", 20480, "bfloat16", 40, 4, True),
         ("layernorm", 36864, "bfloat16", 40, 4, True),
         ("layernorm", 40960, "bfloat16", 40, 4, True),
-        *(("rmsnorm", 24 * 256 * cluster, "bfloat16", 24, cluster, True) for cluster in (1, 2, 4, 8, 16)),
-        *(("layernorm", 24 * 256 * cluster, "bfloat16", 24, cluster, cluster <= 2) for cluster in (1, 2, 4, 8, 16)),
+        *(("rmsnorm", 24 * 256 * cluster, "bfloat16", 24, cluster, True) for cluster in (1, 2, 4, 8)),
+        *(("layernorm", 24 * 256 * cluster, "bfloat16", 24, cluster, cluster <= 2) for cluster in (1, 2, 4, 8)),
         *((norm, 81920, "bfloat16", 40, 8, True) for norm in ("rmsnorm", "layernorm")),
-        *((norm, 163840, "bfloat16", 40, 16, norm == "rmsnorm") for norm in ("rmsnorm", "layernorm")),
-        *((norm, 196608, "bfloat16", 64, 16, norm == "rmsnorm") for norm in ("rmsnorm", "layernorm")),
-        *((norm, 131072, "bfloat16", 32, 16, norm == "rmsnorm") for norm in ("rmsnorm", "layernorm")),
     ],
 )
 def test_long_rows_fill_the_lanes_of_their_blocks(norm, columns, name, per_thread, cluster, paced):
@@ -852,6 +855,68 @@ def test_long_rows_fill_the_lanes_of_their_blocks(norm, columns, name, per_threa
     chosen = config.backward_config(backward(columns, name, name, norm=norm), True, DEVICES["sm_90"])
     assert (chosen.route, chosen.cluster, defined(chosen, "COLUMNS_PER_THREAD")) == ("staged", cluster, per_thread)
     assert (chosen.lead > 0) == ("PACED=1" in chosen.definitions) == paced
+
+
+@pytest.mark.parametrize(
+    ("columns", "name", "blocks", "slab", "lead"),
+    [
+        (81928, "bfloat16", 11, 7488, 5),
+        (98304, "float16", 12, 8192, 5),
+        (131072, "bfloat16", 16, 8192, 5),
+        (262144, "bfloat16", 32, 8192, 5),
+        (262152, "bfloat16", 33, 7936 + 64, 5),
+        (1 << 20, "bfloat16", 128, 8192, 5),
+        (132 * 8192, "bfloat16", 132, 8192, 5),
+        (131072, "float32", 32, 4096, 6),
+        (132 * 4096, "float32", 132, 4096, 6),
+    ],
+)
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(norm, columns, name, blocks, slab, lead):
+    hopper = DEVICES["sm_90"]
+    chosen = config.backward_config(backward(columns, name, name, norm=norm), True, hopper)
+    assert (chosen.route, chosen.gang, chosen.slabs, chosen.slab_columns) == ("staged", True, blocks, slab)
+    assert {"GANG=1", "CLUSTER=1", "PACED=1", "COLUMNS_PER_THREAD=32"} <= set(chosen.definitions)
+    assert chosen.threads == chosen.group_threads == slab_threads(name)
+    assert (chosen.lead, chosen.stages) == (lead, config.backward.GANG_STAGES)
+    assert slab * DTYPES[name].itemsize % 128 == 0
+    # One block on a multiprocessor, with room for what it declares.
+    assert 2 * (chosen.shared_bytes + 1024) > hopper.shared_bytes
+    static = config.common.staged_static_bytes(name, 1)
+    assert chosen.shared_bytes + static <= hopper.shared_bytes
+
+
+def slab_threads(name: str) -> int:
+    """Of 32 columns each: what takes 16 KB of x."""
+    return 16384 // DTYPES[name].itemsize // 32
+
+
+def test_gangs_are_no_larger_than_the_device_and_of_one_type():
+    hopper = DEVICES["sm_90"]
+    for columns, x, dy, aligned, norm in (
+        (132 * 8192 + 8, "bfloat16", "bfloat16", True, "rmsnorm"),
+        (132 * 4096 + 8, "float32", "float32", True, "layernorm"),
+        (262144, "float64", "float64", True, "rmsnorm"),
+        (262144, "bfloat16", "float32", True, "layernorm"),
+        (262144, "bfloat16", "bfloat16", False, "rmsnorm"),
+    ):
+        chosen = config.backward_config(backward(columns, x, dy, norm=norm), aligned, hopper)
+        assert (chosen.route, chosen.gang) == ("split", False), (columns, x, dy, aligned)
+    for device in (DEVICES["sm_80"], DEVICES["sm_120"], hopper._replace(multiprocessors=31)):
+        assert not config.backward_config(backward(262144, "bfloat16", "bfloat16"), True, device).gang
+    assert config.backward_config(
+        backward(262144, "bfloat16", "bfloat16"), True, hopper._replace(multiprocessors=32)
+    ).gang
+
+
+def test_kernels_and_launches_agree_on_what_gangs_exchange():
+    """128 bytes before the entries, and eight of sixteen bytes for each block."""
+    source = (module.source_directory() / "gang.cuh").read_text(encoding="utf-8")
+    assert "kGangSlots = 4, kGangEntries = 8;" in source
+    assert "struct alignas(128) GangMemory" in source
+    assert [config.exchange_bytes(blocks) for blocks in (0, 1, 132)] == [128, 128 + 8 * 16, 128 + 132 * 8 * 16]
+    most = max(config.exchange_bytes(blocks) for blocks in range(256))
+    assert most <= config.KEPT_EXCHANGE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -986,8 +1051,8 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
         ("layernorm", 32768, "bfloat16", 8),  # clusters of four
         ("rmsnorm", 20480, "bfloat16", 6),  # two blocks of 20 KB
         ("rmsnorm", 24576, "bfloat16", 9),  # five of 24 KB in clusters of four
-        ("rmsnorm", 131072, "bfloat16", 8),  # clusters of sixteen
-        ("rmsnorm", 262144, "bfloat16", 4),  # 64 KB
+        ("rmsnorm", 131072, "bfloat16", 5),  # gangs
+        ("layernorm", 262144, "float32", 6),
         ("rmsnorm", 16384, "float32", 4),
         ("layernorm", 4096, "float32", 5),
         ("layernorm", 16384, "float32", 7),
@@ -1009,7 +1074,7 @@ def test_a_walker_of_larger_steps_has_fewer_before_the_others(norm, columns, nam
         ("rmsnorm", 12288, "float16", 5, 4),
         ("layernorm", 7168, "bfloat16", 4, 4),
         ("layernorm", 32768, "bfloat16", 4, 3),
-        ("layernorm", 131072, "bfloat16", 4, 4),  # keeps no pace
+        ("layernorm", 131072, "bfloat16", 5, 5),  # gangs
         ("layernorm", 5120, "bfloat16", 3, 3),  # from here on: would lose, or have no room for one more
         ("layernorm", 512, "bfloat16", 3, 3),
         ("rmsnorm", 512, "bfloat16", 3, 3),

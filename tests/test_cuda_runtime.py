@@ -198,16 +198,16 @@ def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, colu
 LAYERNORM_KEEPS_PACE = {
     "bfloat16": (
         *(128, 384, 512, 768, 896, 1024, 1536, 3072, 4096, 5120, 7168, 14336, 16384, 20480, 32768, 40960, 65536),
-        81920,
+        *(81920, 163840),
     ),
-    "float32": (256, 1792, 4096, 7168, 16384, 32768),
+    "float32": (256, 1792, 4096, 7168, 16384, 32768, 131072),
 }
 PACE_CASES = {
     "bfloat16": (
         *(128, 384, 512, 768, 896, 1001, 1024, 1536, 3072, 3328, 4096, 5120, 7168, 14336, 16384, 20480, 24576, 32768),
         *(40960, 65536, 81920, 163840),
     ),
-    "float32": (256, 768, 1792, 4096, 7168, 16384, 32768),
+    "float32": (256, 768, 1792, 4096, 7168, 16384, 32768, 131072),
 }
 
 
@@ -241,6 +241,7 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int, dtype: s
         if closest:
             for module, choice in ((config.backward, "_lead"), (config.forward, "_forward_lead")):
                 monkeypatch.setattr(module, choice, lambda *_, quarters=closest: quarters)
+            monkeypatch.setattr(config.backward, "GANG_LEAD", {2: closest, 4: closest})
         asked.clear()
         dispatch.plan_of.cache_clear()
         for out in outputs:
@@ -286,16 +287,18 @@ def test_a_row_has_the_same_bits_in_short_and_long_launches(cupy: Any, columns: 
 WALKS_OF_FEW_STEPS = [
     *product((512, 1001, 1024, 4096, 5120, 7168, 8191, 12288, 12289, 14336, 16384, 20480, 65536), (1, 2, 3, 4)),
     *((1001, 16), (4096, 15), (4096, 17), (16384, 17), (262144, 70)),  # around and beyond one level of column sums, and
-    (262144, 1),  # 64 columns a thread with a single step
+    *((262144, steps) for steps in (1, 2, 3, 4)),  # gangs
     *((896, 20), (3328, 20), (7160, 20), (28672, 20), (14336, 40)),  # LayerNorm: 28 columns a thread
-    *((10240, 20), (40960, 20), (81920, 20), (163840, 20)),  # 40
+    *((10240, 20), (40960, 20), (81920, 20)),  # 40
+    (163840, 20),
 ]
 
 
 @pytest.mark.parametrize(("columns", "steps"), WALKS_OF_FEW_STEPS)
 @pytest.mark.parametrize("norm", NORMS)
 def test_walks_of_few_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, columns: int, steps: int) -> None:
-    """Six walkers take so many steps before they meet, the first one step more, and there a group may have no row."""
+    """Six walkers, or four, take so many steps before they meet, the first one step more, and there a group may have no
+    row."""
     from cupynorm import dispatch
     from cupynorm.cuda import config
 
@@ -303,10 +306,11 @@ def test_walks_of_few_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: st
 
     def grid(chosen: Any, *_: Any) -> config.Grid:
         asked.append(chosen.groups)
-        return config.Grid(6)
+        return config.Grid(walkers)
 
     groups = {512: 8, 896: 8, 1001: 4, 1024: 8, 3328: 2, 4096: 2, 5120: 2}.get(columns, 1)
-    rows = groups * (6 * steps + 1) - (groups > 1)
+    walkers = 4 if columns == 262144 else 6
+    rows = groups * (walkers * steps + 1) - (groups > 1)
     tensors = make_tensors(cupy, norm, (rows, columns), "bfloat16")
     expected = backward(norm, tensors, has_bias=norm == "layernorm")
     monkeypatch.setattr(config, "grid", grid)

@@ -264,10 +264,42 @@ def test_kept_workspace_grows(device: FakeDevice) -> None:
         backward("rmsnorm", call_of(device, "rmsnorm", has_bias=has_bias))
     small, large, again = (counters_of(launch) for launch in device.launched)
     assert small != large == again
-    assert device.zeroed == [(place, config.KEPT_COUNTER_BYTES) for place in (small, large)]
+    zeros = config.KEPT_COUNTER_BYTES + config.KEPT_EXCHANGE_BYTES
+    assert device.zeroed == [(place, zeros) for place in (small, large)]
     for launch in device.launched:
         assert config.meeting_bytes(launch.grid[0]) <= config.KEPT_COUNTER_BYTES
-        assert launch.fields()[8] >= counters_of(launch) + config.KEPT_COUNTER_BYTES
+        assert launch.fields()[8] >= counters_of(launch) + zeros
+
+
+@pytest.mark.parametrize("rows", [3, 900])
+@pytest.mark.parametrize("capturing", [False, True])
+def test_what_gangs_exchange_is_zero_at_first_and_theirs_alone(device: FakeDevice, rows: int, capturing: bool) -> None:
+    """In kept memory between counters and parts, by a cooperative launch whose blocks run at the same time."""
+    columns = 262144
+    device.stream.capturing = capturing
+    arrays = {name: device.array((rows, columns), "float16") for name in ("x", "dy")}
+    arrays |= {"w": device.array((columns,)), "rstd": device.array((rows,))}
+    for _ in range(2):
+        cupynorm.rmsnorm_backward(**arrays)
+    for launch in device.launched:
+        assert (launch.kernel, launch.cooperative) == ("backward_staged", True)
+        assert launch.grid[0] <= 132 * 2  # what the stand-in holds at once
+        named = launch.named()
+        walkers = named.partial_rows
+        assert launch.grid[0] - named.column_blocks == 32 * walkers
+        start, size = next((s, n) for s, n in reversed(device.zeroed) if s <= named.sums < s + n)
+        assert named.sums % 128 == 0
+        assert named.sums + config.exchange_bytes(32 * walkers) <= start + size
+        if named.meeting:
+            assert start + config.meeting_bytes(launch.grid[0]) <= named.sums
+            assert named.dw_partials >= start + size
+        if not capturing:
+            assert named.sums == start + config.KEPT_COUNTER_BYTES
+    assert len(device.zeroed) == (2 if capturing else 1)
+    backward("rmsnorm", call_of(device, "rmsnorm"))
+    assert not device.launched[-1].cooperative
+    cupynorm.rmsnorm_backward(**arrays, output_mask=(False, True))
+    assert device.launched[-1].cooperative == bool(device.launched[-1].named().meeting)
 
 
 def test_a_large_workspace_is_not_kept(device: FakeDevice) -> None:

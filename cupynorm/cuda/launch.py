@@ -234,9 +234,10 @@ class _Workspace:
         )
         fits = counters <= choose.KEPT_COUNTER_BYTES and exchanged <= choose.KEPT_EXCHANGE_BYTES
         self._keeps = fits and _KEPT_ZEROS + sum(parts) <= choose.KEPT_BYTES
-        self._zeros = counters + exchanged
+        self._zeros = counters + exchange if exchange else counter_bytes
         # In kept memory nothing else ever lies where these do: it would look like what blocks write there.
-        *starts, self.beside, end = accumulate(parts, initial=_KEPT_ZEROS if self._keeps else self._zeros)
+        first = _KEPT_ZEROS if self._keeps else counters + exchanged
+        *starts, self.beside, end = accumulate(parts, initial=first)
         places = [start if size else None for start, size in zip((*starts, 0), (*sizes, counter_bytes), strict=True)]
         if exchange:  # in place of the last part
             places[-2] = choose.KEPT_COUNTER_BYTES if self._keeps else counters

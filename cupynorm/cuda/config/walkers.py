@@ -131,8 +131,8 @@ def _column_blocks_grid(
 
     def walkers_beside(found: _ColumnBlocks, most: int) -> int:
         spread = found.blocks <= most and config.threads >= 4 * WARP
-        room = device.multiprocessors * (1 if spread else together) // config.slabs
-        return min(steps, min(blocks_at_once, room) - found.blocks // config.slabs)
+        room = min(blocks_at_once * config.slabs, device.multiprocessors * (1 if spread else together))
+        return min(steps, (room - found.blocks) // config.slabs)
 
     for most in (COLUMN_BLOCKS, COLUMN_BLOCKS // 2, COLUMN_BLOCKS // 4):
         found = _column_blocks(config, problem, most * together)
@@ -141,7 +141,7 @@ def _column_blocks_grid(
         walkers = walkers_beside(found, most)
         if walkers < steps and together == 1 and (half := _half_as_many_column_blocks(config, problem, most // 2)):
             found, walkers = half, walkers_beside(half, most)
-        if walkers >= min(steps, COLUMN_BLOCKS_WALKERS * (found.blocks // config.slabs)):
+        if walkers >= min(steps, COLUMN_BLOCKS_WALKERS * found.blocks / config.slabs):
             return Grid(walkers, found.blocks, found.row_threads)
     return None
 
@@ -176,7 +176,7 @@ def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int) -> _
     slices = divide_up(problem.columns, column_threads * vector)
     row_threads = config.threads // column_threads
     found = _ColumnBlocks(
-        blocks=divide_up(min(slices, most), config.slabs) * config.slabs,
+        blocks=divide_up(min(slices, most), config.cluster) * config.cluster,
         row_threads=row_threads,
         rows=divide_up(problem.rows, row_threads) * divide_up(slices, most) * _counts_as_rows(x, dy),
         sectors=column_threads * vector * itemsize // SECTOR_BYTES,

@@ -1,0 +1,192 @@
+"""Rows that no cluster holds: on a device with clusters gangs of blocks share them (gang.cuh), whatever else runs."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from grid import Case, make_case
+from helpers import (
+    NORMS,
+    Tensors,
+    assert_same_bits,
+    backward,
+    make_tensors,
+    poisoned,
+    same_bits,
+    spoilt,
+    with_gaps,
+)
+from test_cuda_runtime import assert_a_graph_gives
+from test_numerics import check_backward
+from test_promises import some_rows
+
+pytestmark = pytest.mark.gpu
+
+# Lanes full and not, the last block short, entries for one warp and for more, one gang of nearly all multiprocessors.
+LENGTHS = (
+    (81928, "bfloat16"),
+    (98304, "float16"),
+    (262144, "bfloat16"),
+    (300000, "float16"),
+    (524288, "bfloat16"),
+    (1048576, "bfloat16"),
+    (131072, "float32"),
+    (500000, "float32"),
+)
+
+
+@pytest.fixture
+def cupy() -> Any:
+    return pytest.importorskip("cupy")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9, 67])
+@pytest.mark.parametrize(("columns", "dtype"), LENGTHS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_against_float64(cupy: Any, norm: str, columns: int, dtype: str, rows: int) -> None:
+    """From one row to several of each gang, with column blocks and without; without dw, without dx, into out=."""
+    rows = min(rows, max(1, 35_000_000 // columns))
+    case = Case(norm, rows, columns, dtype, "float32", dtype, has_bias=norm == "layernorm", seed=rows)
+    tensors = make_long_case(cupy, case)
+    results = backward(norm, tensors, has_bias=case.has_bias)
+    check_backward(case, tensors, results)
+    out = tuple(poisoned(cupy, like.shape, like.dtype) for like in results)
+    assert_same_bits(backward(norm, tensors, has_bias=case.has_bias, out=out), results)
+    alone = backward(norm, tensors, has_bias=case.has_bias, output_mask=(True, *(False for _ in results[1:])))
+    assert same_bits(alone[0], results[0])
+    sums = backward(norm, tensors, has_bias=case.has_bias, output_mask=(False, *(True for _ in results[1:])))
+    check_backward(case, tensors, (results[0], *sums[1:]))
+
+
+def make_long_case(cupy: Any, case: Case) -> Tensors:
+    """make_case(), whose numbers for w do not reach so far."""
+    if case.columns <= 262144:
+        return make_case(cupy, case)
+    return make_tensors(cupy, case.norm, (case.rows, case.columns), case.x, seed=case.seed)
+
+
+def test_gangs_are_what_is_tested_here(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupynorm import dispatch
+    from cupynorm.cuda import config
+
+    made: list[Any] = []
+    choose = config.backward_config
+    monkeypatch.setattr(config, "backward_config", lambda *given: made.append(choose(*given)) or made[-1])
+    dispatch.plan_of.cache_clear()
+    for columns, dtype in LENGTHS:
+        backward("rmsnorm", make_tensors(cupy, "rmsnorm", (2, columns), dtype))
+    dispatch.plan_of.cache_clear()
+    if cupy.cuda.Device().compute_capability == "90":
+        assert [chosen.gang for chosen in made] == [True] * len(LENGTHS)
+
+
+@pytest.mark.parametrize(("columns", "dtype"), LENGTHS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_same_bits_in_any_company_and_after_anything(cupy: Any, norm: str, columns: int, dtype: str) -> None:
+    """Rows alone, few, many, with gaps; calls of other kernels, which use the same memory, come between."""
+    rows = 50_000_000 // columns
+    tensors = make_tensors(cupy, norm, (rows, columns), dtype)
+    others = [make_tensors(cupy, "layernorm", shape, "float32") for shape in ((3000, 4096), (5, 262139), (40, 65536))]
+    together = backward(norm, tensors, has_bias=True)
+    for other in others:
+        backward("layernorm", other)
+        assert_same_bits(backward(norm, tensors, has_bias=True), together)
+    for part in (slice(1), slice(rows - 1, None), slice(0, rows, 3), slice(rows // 2 - 2, rows // 2 + 7)):
+        few = some_rows(tensors, part)
+        assert same_bits(backward(norm, few, has_bias=True)[0], together[0][part])
+        apart = replace(few, x=with_gaps(cupy, few.x, 64), dy=with_gaps(cupy, few.dy, 8))
+        assert same_bits(backward(norm, apart, has_bias=True)[0], together[0][part])
+
+
+@pytest.mark.parametrize(("columns", "dtype"), [(98304, "float16"), (262144, "bfloat16"), (500000, "float32")])
+@pytest.mark.parametrize("norm", NORMS)
+def test_on_streams_in_threads_and_graphs(cupy: Any, norm: str, columns: int, dtype: str) -> None:
+    """All blocks of a gang run at the same time, or none: launches on several streams wait for one another."""
+    cases = [make_tensors(cupy, norm, (rows, columns), dtype, seed=rows) for rows in (3, 90, 20)]
+    short = make_tensors(cupy, "layernorm", (4000, 4096), "bfloat16")
+    expected = [backward(norm, tensors, has_bias=True) for tensors in cases]
+    expected_short = backward("layernorm", short)
+    cupy.cuda.Device().synchronize()
+
+    def work(start: int) -> None:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            results = [
+                ((start + i) % 3, backward(norm, cases[(start + i) % 3], has_bias=True), backward("layernorm", short))
+                for i in range(9)
+            ]
+            stream.synchronize()
+        for index, got, beside in results:
+            assert_same_bits(got, expected[index])
+            assert_same_bits(beside, expected_short)
+
+    with ThreadPoolExecutor(6) as pool:
+        for done in [pool.submit(work, start) for start in range(6)]:
+            done.result()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    out = tuple(poisoned(cupy, like.shape, like.dtype) for like in expected[1])
+    assert_a_graph_gives(stream, lambda: backward(norm, cases[1], has_bias=True, out=out), out, expected[1])
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_tags_may_overflow(cupy: Any, norm: str) -> None:
+    """They are counted from launch to launch, modulo 2³²; what counts the blocks that are done is zero in between."""
+    from cupynorm.cuda import config, launch
+
+    tensors = make_tensors(cupy, norm, (90, 131072), "bfloat16")
+    expected = backward(norm, tensors, has_bias=True)
+    stream = cupy.cuda.get_current_stream()
+    memory = launch._kept.on_device[cupy.cuda.Device().id][stream.ptr][2]
+    before, left = cupy.ndarray((2,), np.uint32, memory + config.KEPT_COUNTER_BYTES)
+    if cupy.cuda.Device().compute_capability == "90":
+        assert int(before) > 0
+    before[...] = 2**32 - 20
+    for _ in range(3):
+        assert_same_bits(backward(norm, tensors, has_bias=True), expected)
+    assert int(left) == 0
+    if cupy.cuda.Device().compute_capability == "90":
+        assert int(before) < 1000
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("rows", [9, 90])
+@pytest.mark.parametrize("norm", NORMS)
+def test_nan_and_inf_stay_in_their_row_and_column(cupy: Any, norm: str, rows: int, value: float) -> None:
+    clean = make_tensors(cupy, norm, (rows, 262144), "bfloat16")
+    dx, dw, db = backward(norm, clean, has_bias=True)
+    for name, (row, column) in product(("x", "dy"), ((0, 0), (rows - 1, 262143), (4, 100_001))):
+        dirty = replace(clean, **{name: spoilt(getattr(clean, name), (row, column), value)})
+        got = backward(norm, dirty, has_bias=True)
+        rows_left, columns_left = np.arange(rows) != row, np.arange(262144) != column
+        assert same_bits(got[0][rows_left], dx[rows_left])
+        assert not cupy.isfinite(got[0][row].astype(np.float32)).any()
+        assert same_bits(got[1][columns_left], dw[columns_left])
+        assert not cupy.isfinite(got[1][column])
+        assert same_bits(got[2][columns_left], db[columns_left])
+        assert bool(cupy.isfinite(got[2][column])) == (name == "x")
+
+
+def test_a_gang_that_finds_no_room_waits_for_it(cupy: Any) -> None:
+    """Other work holds some of the multiprocessors that it needs: no block starts before all can."""
+    from test_cuda_runtime import spin
+
+    tensors = make_tensors(cupy, "layernorm", (40, 1048576), "bfloat16")
+    expected = backward("layernorm", tensors)
+    held = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    for _ in range(3):
+        for other in held:
+            with other:
+                spin(cupy, 0.02, 40)
+        with stream:
+            results = backward("layernorm", tensors)
+        with held[0]:
+            others = backward("layernorm", tensors)
+        cupy.cuda.Device().synchronize()
+        assert_same_bits(results, expected)
+        assert_same_bits(others, expected)
