@@ -129,8 +129,7 @@ __device__ __noinline__ void write_few_rows(FewRowsArguments a, BlockState* stat
 // Threads on a multiprocessor that leave each the registers that it needs: config/backward.py asks for no more.
 constexpr int kColumnBytes = kColumnsPerThread * int(sizeof(Compute));
 constexpr bool kFewRegisters = sizeof(X) < 4 || !kWantDb;
-constexpr int kVectorsAtOnce = kGang                                             ? kMaxThreads
-                               : kColumnsPerThread == 24 && kFewRegisters         ? 384
+constexpr int kVectorsAtOnce = kColumnsPerThread == 24 && kFewRegisters           ? 384
                                : !kWholeWarps && __CUDA_ARCH__ < 1200             ? 512
                                                                                   : kMaxThreads;
 constexpr int kSinglesAtOnce = kColumnBytes < 64 || (kColumnBytes == 64 && __CUDA_ARCH__ < 1000) ? 512

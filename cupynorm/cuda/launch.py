@@ -234,14 +234,15 @@ class _Workspace:
         )
         fits = counters <= choose.KEPT_COUNTER_BYTES and exchanged <= choose.KEPT_EXCHANGE_BYTES
         self._keeps = fits and _KEPT_ZEROS + sum(parts) <= choose.KEPT_BYTES
-        self._zeros = counters + exchange if exchange else counter_bytes
         # In kept memory nothing else ever lies where these do: it would look like what blocks write there.
         first = _KEPT_ZEROS if self._keeps else counters + exchanged
         *starts, self.beside, end = accumulate(parts, initial=first)
-        places = [start if size else None for start, size in zip((*starts, 0), (*sizes, counter_bytes), strict=True)]
-        if exchange:  # in place of the last part
-            places[-2] = choose.KEPT_COUNTER_BYTES if self._keeps else counters
-        self._starts = places
+        places = zip((*starts, 0), (*sizes, counter_bytes), strict=True)
+        self._starts = [start if size else None for start, size in places]
+        self._zeros = counter_bytes
+        if exchange:
+            start = choose.KEPT_COUNTER_BYTES if self._keeps else counters
+            self._starts[-2], self._zeros = start, start + exchange
         self._bytes = end if counter_bytes or exchange or any(sizes) or beside else 0
 
     def take(self, stream: Any, kept: _Kept) -> Any:
