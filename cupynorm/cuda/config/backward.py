@@ -125,19 +125,19 @@ LEAD_LAYERNORM_24_COLUMNS, LEAD_LAYERNORM_CLUSTERS = 9, 8
 # 241.9, 240.3, 241.8; 128, 3584 241.3, 239.4, 240.7; 256, 7168 242.9, 246.5, 249.1, 14336 242.8, 246.1, 248.6.
 LEAD_FILLING, LEAD_FILLING_FLOAT32 = 8, {64: 7, 128: 7, 256: 5}
 # Rows that no cluster of eight holds go to gangs (gang.cuh), in place of clusters of sixteen and, longer ones, of two
-# sweeps over memory. An H100, 1 GB, RMSNorm N=98304 337 → 341 us, 131072 339 → 339, 196608 344 → 340, 262144 348 → 341,
-# 524288 605 → 341, LayerNorm 98304 351 → 347, 131072 353 → 345, 262144 375 → 345, 524288 621 → 358; 100 MB, RMSNorm
-# 98304 46 → 48, 262144 54 → 49, 524288 78 → 51, LayerNorm 98304 50 → 53, 262144 62 → 54; float32, 1 GB, 98304 337 →
-# 341, LayerNorm 348 → 342, 131072 597 → 340, 611 → 341. Not where clusters of eight hold the row: LayerNorm, 65536, 1 GB
-# 349 → 342, but 25 MB 20 → 22.
+# sweeps over memory. An H100, 1 GB, RMSNorm N=98304 337 → 341 us, 131072 339 → 339, 196608 344 → 340, 262144 348 →
+# 341, 524288 605 → 341, LayerNorm 98304 351 → 347, 131072 353 → 345, 262144 375 → 345, 524288 621 → 358; 100 MB,
+# RMSNorm 98304 46 → 48, 262144 54 → 49, 524288 78 → 51, LayerNorm 98304 50 → 53, 262144 62 → 54; float32, 1 GB, 98304
+# 337 → 341, LayerNorm 348 → 342, 131072 597 → 340, 611 → 341. Not where clusters of eight hold the row: LayerNorm,
+# 65536, 1 GB 349 → 342, but 25 MB 20 → 22.
 MOST_CLUSTER_BESIDE_GANGS = 8
 # A block's columns of x and dy together, at most: 32 columns a thread for 256 threads, in float32 for 128. They begin
 # at whole lines of memory: else, 1 GB, an H100, RMSNorm, 262144 in gangs of 33 blocks, 339 → 359 us.
 GANG_STEP_BYTES, GANG_COLUMNS_PER_THREAD, GANG_UNIT = 32 << 10, 32, 64
-# Of the steps of a ring one is at work, two wait for their sums, the others are on their way: with six, and three that
-# wait, RMSNorm, 131072, 1 GB, took 347 us, 337 with five; four have one on its way. Lead, quarters of a step: 131072 with four, five, six and seven 339.5,
-# 340.6, 342.2, 343.7 us, LayerNorm 344.1, 345.5, 347.8, 348.4; float32 342.7, 342.9, 339.3, 340.6 and 343.6, 343.6,
-# 341.3, 342.7.
+# Of the steps of a ring one is at work, two wait for their sums, the others are on their way: with six, and three
+# that wait, RMSNorm, 131072, 1 GB, took 347 us, 337 with five; four have one on its way. Lead, quarters of a step:
+# 131072 with four, five, six and seven 339.5, 340.6, 342.2, 343.7 us, LayerNorm 344.1, 345.5, 347.8, 348.4; float32
+# 342.7, 342.9, 339.3, 340.6 and 343.6, 343.6, 341.3, 342.7.
 GANG_STAGES, GANG_LEAST_STAGES = 5, 4
 GANG_LEAD = {2: 5, 4: 6}  # by bytes of x's type
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
