@@ -142,7 +142,7 @@ constexpr int kThreadsAtOnce = kVector > 1 ? kVectorsAtOnce : kSinglesAtOnce;
 constexpr bool kFillsBlock = kColumnsPerThread == 28 && !kClustered && sizeof(X) == 2;
 
 // Whether the second halves of the last two steps (where nobody meets, of the last one) come behind the partial row, in a
-// loop of their own. LayerNorm with db gains where registers are few, in clusters (N=131072, 1 GB, 265 → 262 us), where pace is
+// loop of their own. LayerNorm with db gains where registers are few, in clusters (N=14336, 1 GB, 248 → 246 us), where pace is
 // kept (N=8192, 100 MB, 39.6 → 37.9; not with 24 columns: 3 to 6% more at 6 MB), and with single columns (12289, 100 MB, 44.4 →
 // 43.8). It takes some 10% longer to compile. Larger types were not timed.
 constexpr bool kHoldsBack = kLayerNorm && kWantDb && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps && !kGang &&

@@ -6,8 +6,8 @@
 // blocks of a gang wait for each other, so all blocks of the launch must run at the same time: it is a cooperative one.
 //
 // The last warp of a block to have its sums adds them all up and stores the block's, each beside a tag that says of which row it
-// is. Nothing else orders them: no fence, no counter. As many warps as it takes to have a lane for each block, usually one, read
-// these entries until the tags are right, and leave the row's sums in shared memory: reads of all eight warps slowed the others
+// is. Nothing else orders them: no fence, no counter. As many warps as it takes to have a lane for each block, usually one (a gang
+// has no more blocks than a block threads), read these entries until the tags are right, and leave the row's sums in shared memory: reads of all eight warps slowed the others
 // down (1 GB, N=65536, RMSNorm, an H100, 344 → 366 us). Order of sums: warps by a butterfly, then up to 32 blocks by a butterfly,
 // these in turn.
 //
@@ -21,11 +21,16 @@ constexpr int kGangBehind = 2;  // with 1 it took 3% more, an H100, 1 GB, N=1310
 constexpr int kGangSlots = 4, kGangEntries = 8;  // of sums in a block and in memory: powers of two
 static_assert(kGangSlots >= kGangBehind + 1 && kGangEntries >= 2 * kGangBehind + 2, "nobody still reads what is overwritten");
 
-// In memory, before the entries: zero before the first launch that uses it. Launches that do follow one another.
+// In memory, before the entries. It and they are zero before the first launch that uses them; launches that do follow one another,
+// so that whatever an entry has from an earlier one has an earlier tag.
 struct alignas(128) GangMemory {
     unsigned before;  // tags that were used
     unsigned left;    // blocks of this launch that have collected all
 };
+// Where memory is kept from launch to launch, it has so many bytes. They are zero again before tags come a second time, which an
+// entry that was not written since might still have.
+constexpr int kKeptBytes = 32 << 10;  // KEPT_EXCHANGE_BYTES of config/walkers.py
+constexpr unsigned kMostTags = 1u << 31;
 
 struct GangState {
     Barrier::State summed[kGangSlots];  // all warps of the block have their sums of a row
@@ -41,7 +46,7 @@ template <bool kBoth> struct GangExchange {
     struct Asked {
         Tagged first, second;
     };
-    static constexpr int kEntryBytes = (kBoth ? 2 : 1) * int(sizeof(Tagged));  // GANG_ENTRY_BYTES of config/walkers.py are for both
+    static constexpr int kEntryBytes = (kBoth ? 2 : 1) * int(sizeof(Tagged));  // room is made for both
 
     GangState& state;
     Barrier summed, there;
@@ -77,6 +82,7 @@ template <bool kBoth> struct GangExchange {
             last = summed[slot].arrive_last();
         }
         if (__shfl_sync(0xffffffffu, int(last), 0)) {
+            __syncwarp();
             sums = sum_entries<kBoth, kMaxWarps>(state.warps[slot], warps);
             if (thread % 32 == 0) store(entry(j, rank), sums, tag(j));
         }
@@ -105,18 +111,24 @@ template <bool kBoth> struct GangExchange {
         }
         there[slot].wait(unsigned(j) / kGangSlots & 1);
         Sums<float> sums = state.totals[slot][0];
+#pragma unroll 1  // one, usually
         for (int i = 1; i < readers; ++i) sums.add(state.totals[slot][i]);
         return sums;
     }
 
     // By all threads of each of `all_blocks`, when they have collected all sums, at most so many: the next launch has new tags.
     __device__ void leave(unsigned all_blocks, unsigned sums) const {
+        __syncthreads();
         if (threadIdx.x != 0) return;
         unsigned others;
         asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(others) : "l"(&memory->left) : "memory");
         if (others + 1 != all_blocks) return;
-        memory->left = 0;
-        memory->before = before + sums;
+        if (before < kMostTags) {
+            memory->left = 0;
+            memory->before = before + sums;
+        } else {
+            for (int i = 0; i < kKeptBytes / 16; ++i) reinterpret_cast<uint4*>(memory)[i] = {};
+        }
     }
 
 private:

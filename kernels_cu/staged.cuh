@@ -40,13 +40,13 @@ constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kCluster = CLUSTER;  // known when compiled: at N=65536 RMSNorm took 118 us so, 135 us as an argument
 constexpr bool kClustered = kCluster > 1, kGang = GANG;
 constexpr bool kSplitsRows = kClustered || kGang;  // over several blocks
-static_assert(!kGang || (kCluster == 1 && kVector > 1 && kWholeWarps), "what gangs were made for");
+static_assert(!kGang || (kCluster == 1 && kVector > 1 && kWholeWarps && sizeof(Compute) == 4), "what gangs were made for");
 static_assert(!ROW_GAPS || (!kWholeWarps && !kSplitsRows), "of longer rows in vectors a block has one, where there are gaps");
 // Whether there may be gaps between a block's rows. Of single columns in whole warps in any case: a warp's lanes all have the
 // same row, whose place in x and in dy takes no register for each column (152 registers at N=1001, 157 so).
 constexpr bool kHasGaps = ROW_GAPS || (kVector == 1 && kWholeWarps && !kSplitsRows);
 constexpr int kMaxStages = 8;
-// Of a team: two warps where a thread has 32 or 64 columns; forward, where a row takes eight lanes or fewer, too (LayerNorm,
+// Of a team: two warps where a thread has 32 or, forward, 64 columns; forward, where a row takes eight lanes or fewer, too (LayerNorm,
 // N=128, 1 GB, 182.6 → 171.5 us). With 24, 28 and 40 a team's copies would be of 3 to 5 KB, which lost; so did four warps in
 // place of two. In the largest clusters, where the blocks wait for each other, a team is the block, but for rows that take nearly
 // all its memory.

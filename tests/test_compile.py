@@ -49,22 +49,6 @@ class Allowed(NamedTuple):
 ALLOWED_SPILLS = (
     Allowed(
         "backward_staged",
-        None,
-        ("LAYER_NORM=1", "WANT_DB=1", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
-        22,
-        "w, dw and db of 64 columns leave 63 registers. On an H200, 636x262144, bfloat16, with 14 bytes: LayerNorm 281 "
-        "us, in two sweeps, which spill nothing, 575 us. On an H100 377.5 us with 14, 378.3 with 22, of which by the "
-        "disassembly three or four are read, and two written, once a row.",
-    ),
-    Allowed(
-        "backward_staged",
-        "sm_100",
-        ("LAYER_NORM=0", "WANT_DB=0", "COLUMNS_PER_THREAD=64", "CLUSTER=16"),
-        8,
-        "Of 255 registers. By the disassembly: set before the first row, read once a row; not timed.",
-    ),
-    Allowed(
-        "backward_staged",
         "sm_100",
         ("LAYER_NORM=1", "X_TYPE=float32", "DY_TYPE=float32", "WANT_DB=1", "COLUMNS_PER_THREAD=16", "CLUSTER=1"),
         8,

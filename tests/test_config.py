@@ -864,11 +864,13 @@ def test_long_rows_fill_the_lanes_of_their_blocks(norm, columns, name, per_threa
         (98304, "float16", 12, 8192, 5),
         (131072, "bfloat16", 16, 8192, 5),
         (262144, "bfloat16", 32, 8192, 5),
-        (262152, "bfloat16", 33, 7936 + 64, 5),
+        (262152, "bfloat16", 33, 8000, 5),
+        (300000, "bfloat16", 44, 6848, 5),  # three gangs of the fewest blocks would leave 21 multiprocessors
+        (548864, "bfloat16", 132, 4160, 5),
         (1 << 20, "bfloat16", 128, 8192, 5),
         (132 * 8192, "bfloat16", 132, 8192, 5),
         (131072, "float32", 32, 4096, 6),
-        (132 * 4096, "float32", 132, 4096, 6),
+        (128 * 4096, "float32", 128, 4096, 6),
     ],
 )
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
@@ -880,6 +882,8 @@ def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(norm, columns, name, blo
     assert chosen.threads == chosen.group_threads == slab_threads(name)
     assert (chosen.lead, chosen.stages) == (lead, config.backward.GANG_STAGES)
     assert slab * DTYPES[name].itemsize % 128 == 0
+    assert 132 // blocks * blocks >= 0.9 * 132
+    assert blocks <= chosen.threads  # each reads the sums of one: gang.cuh
     # One block on a multiprocessor, with room for what it declares.
     assert 2 * (chosen.shared_bytes + 1024) > hopper.shared_bytes
     static = config.common.staged_static_bytes(name, 1)
@@ -895,7 +899,7 @@ def test_gangs_are_no_larger_than_the_device_and_of_one_type():
     hopper = DEVICES["sm_90"]
     for columns, x, dy, aligned, norm in (
         (132 * 8192 + 8, "bfloat16", "bfloat16", True, "rmsnorm"),
-        (132 * 4096 + 8, "float32", "float32", True, "layernorm"),
+        (128 * 4096 + 8, "float32", "float32", True, "layernorm"),  # more blocks than a block has threads
         (262144, "float64", "float64", True, "rmsnorm"),
         (262144, "bfloat16", "float32", True, "layernorm"),
         (262144, "bfloat16", "bfloat16", False, "rmsnorm"),
@@ -915,8 +919,8 @@ def test_kernels_and_launches_agree_on_what_gangs_exchange():
     assert "kGangSlots = 4, kGangEntries = 8;" in source
     assert "struct alignas(128) GangMemory" in source
     assert [config.exchange_bytes(blocks) for blocks in (0, 1, 132)] == [128, 128 + 8 * 16, 128 + 132 * 8 * 16]
-    most = max(config.exchange_bytes(blocks) for blocks in range(256))
-    assert most <= config.KEPT_EXCHANGE_BYTES
+    assert f"kKeptBytes = {config.KEPT_EXCHANGE_BYTES >> 10} << 10;" in source
+    assert config.exchange_bytes(255) == config.KEPT_EXCHANGE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -999,6 +1003,13 @@ def test_who_keeps_pace(name):
         if norm == "rmsnorm" and name != "float64":
             wanted = columns in (14336, 16384, 32768, 65536, 262144) and chosen.kernel == "forward_staged"
         assert (chosen.lead > 0) == wanted, (norm, columns)
+
+
+@pytest.mark.parametrize("columns", [65536, 81920, 131072])
+def test_mixed_types_of_16_bits_keep_pace_in_clusters_of_eight_alone(columns):
+    """LayerNorm with db: those of sixteen, whose multiprocessors are fewer, lose."""
+    chosen = config.backward_config(backward(columns, "float16", "bfloat16"), True, DEVICES["sm_90"])
+    assert (chosen.lead > 0) == ("PACED=1" in chosen.definitions) == (chosen.cluster == 8) == (columns == 65536)
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)

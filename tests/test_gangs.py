@@ -37,6 +37,8 @@ LENGTHS = (
     (1048576, "bfloat16"),
     (131072, "float32"),
     (500000, "float32"),
+    (524288, "float32"),
+    (548864, "bfloat16"),
 )
 
 
@@ -133,8 +135,8 @@ def test_on_streams_in_threads_and_graphs(cupy: Any, norm: str, columns: int, dt
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_tags_may_overflow(cupy: Any, norm: str) -> None:
-    """They are counted from launch to launch, modulo 2³²; what counts the blocks that are done is zero in between."""
+def test_tags_begin_anew_before_they_come_twice(cupy: Any, norm: str) -> None:
+    """They are counted from launch to launch; what counts the blocks that are done is zero in between."""
     from cupynorm.cuda import config, launch
 
     tensors = make_tensors(cupy, norm, (90, 131072), "bfloat16")
@@ -144,12 +146,19 @@ def test_tags_may_overflow(cupy: Any, norm: str) -> None:
     before, left = cupy.ndarray((2,), np.uint32, memory + config.KEPT_COUNTER_BYTES)
     if cupy.cuda.Device().compute_capability == "90":
         assert int(before) > 0
-    before[...] = 2**32 - 20
-    for _ in range(3):
+    seen = []
+    before[...] = 2**31 - 5
+    for _ in range(4):
         assert_same_bits(backward(norm, tensors, has_bias=True), expected)
-    assert int(left) == 0
+        assert int(left) == 0
+        seen.append(int(before))
     if cupy.cuda.Device().compute_capability == "90":
-        assert int(before) < 1000
+        assert seen[0] > 2**31
+        assert seen[1] == 0
+        assert 0 < seen[2] < seen[3] < 1000
+    # What was in the entries is gone with it, but for that of the last two calls.
+    memory_of_entries = cupy.ndarray((config.KEPT_EXCHANGE_BYTES // 8,), np.uint64, memory + config.KEPT_COUNTER_BYTES)
+    assert not (memory_of_entries[16:] >> 32 >= 1000).any()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -145,7 +145,7 @@ def check_both_passes(xp: Any, case: Case) -> None:
 )
 def test_rows_that_fill_the_lanes(norm: str, x: str, rows: int, columns: int) -> None:
     """24, 28, 40 and 48 columns a thread where test_config.py has them chosen for 16 bits, and what float32 has there:
-    in one block, in clusters of two to sixteen, with blocks that meet and beside column blocks, in both passes."""
+    in one block, in clusters and gangs, with blocks that meet and beside column blocks, in both passes."""
     check_both_passes(pytest.importorskip("cupy"), Case(norm, rows, columns, x, "float32", x, seed=rows))
 
 

@@ -134,6 +134,10 @@ MOST_CLUSTER_BESIDE_GANGS = 8
 # A block's columns of x and dy together, at most: 32 columns a thread for 256 threads, in float32 for 128. They begin
 # at whole lines of memory: else, 1 GB, an H100, RMSNorm, 262144 in gangs of 33 blocks, 339 → 359 us.
 GANG_STEP_BYTES, GANG_COLUMNS_PER_THREAD, GANG_UNIT = 32 << 10, 32, 64
+# Where gangs of the fewest blocks would leave more of the multiprocessors without work, they have more blocks, with
+# fewer columns each. 1 GB, an H100: 300000 352.0 → 349.6 us, 400000 372.9 → 371.5, LayerNorm 383.8 → 377.0, 418.4 →
+# 406.0, 700000 434.2 → 426.1, but RMSNorm 700000 380.3 → 385.0, and with hardly any left LayerNorm 262144 344 → 349.
+GANG_LEAST_PART = 0.9
 # Of the steps of a ring one is at work, two wait for their sums, the others are on their way: with six, and three
 # that wait, RMSNorm, 131072, 1 GB, took 347 us, 337 with five; four have one on its way. Lead, quarters of a step:
 # 131072 with four, five, six and seven 339.5, 340.6, 342.2, 343.7 us, LayerNorm 344.1, 345.5, 347.8, 348.4; float32
@@ -242,18 +246,24 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
 
 
 def _gang(problem: NormProblem, definitions: tuple[str, ...], device: Device) -> BackwardConfig | None:
-    """As many blocks as the row needs, one on a multiprocessor; None where there are not so many."""
+    """As many blocks as the row needs, one on a multiprocessor, or as there are; None where these are too few."""
     x = problem.x_dtype.name
     most_columns = GANG_STEP_BYTES // (2 * ITEMSIZE[x])
-    slab = divide_up(divide_up(problem.columns, divide_up(problem.columns, most_columns)), GANG_UNIT) * GANG_UNIT
-    blocks, threads = divide_up(problem.columns, slab), most_columns // GANG_COLUMNS_PER_THREAD
-    if blocks > device.multiprocessors:
+    blocks, threads = divide_up(problem.columns, most_columns), most_columns // GANG_COLUMNS_PER_THREAD
+    most_blocks = min(device.multiprocessors, threads)
+    if blocks > most_blocks:
         return None
+    gangs = device.multiprocessors // blocks
+    if gangs * blocks < GANG_LEAST_PART * device.multiprocessors:
+        blocks = min(most_blocks, device.multiprocessors // gangs)
+    slab = divide_up(divide_up(problem.columns, blocks), GANG_UNIT) * GANG_UNIT
+    blocks = divide_up(problem.columns, slab)
     outer_bytes = _column_sums_bytes(problem, GANG_COLUMNS_PER_THREAD) * threads
     step_bytes = 2 * part_bytes(x, True, slab)
     stages = (device.shared_bytes - staged_static_bytes(x, 1) - outer_bytes) // step_bytes
     stages = min(stages, GANG_STAGES)
-    assert stages >= GANG_LEAST_STAGES
+    if stages < GANG_LEAST_STAGES:
+        return None
     return BackwardConfig(
         route="staged",
         definitions=(*definitions, *gang_definitions()),
@@ -375,22 +385,21 @@ def may_keep_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -
     """Whether walkers keep pace in long launches; not where a row is shorter than a thread's columns (8: 345 → 371 us).
 
     `held` is what short_row() or staged_threads() chose; `full` says that the lanes of every block, but perhaps the
-    last of a cluster, all hold as many columns. With db LayerNorm, at 1 GB, gains with 16 columns a thread (64 252 →
-    249 us, 128 252.6 → 248.2, 256 250.8 → 247.3, 448 255 → 248; 192 and 320 as long), 24 (768 252.5 → 243.3, 1536 246.6
-    → 244.5, 3072 245.8 → 243.2, 6144 246.7 → 243.9, 12288 246.6 → 244.6; with _ring_bytes() of 128 KB also 192 251.0 →
-    246.7, 384 247.7 → 243.9), 28 (STAGED_FILLING_COLUMNS), 32 (see _ring_bytes(); in clusters of four and eight 32768
-    252.4 → 248.4, 65536 250.4 → 247.5) and 40 (5120 255 → 248, in clusters 10240 252 → 247, 20480 250 → 247, 81920
-    248.5 → 247.0). Its loop is then nearly as slow as memory, so that it loses where columns of a step are missing or
-    fewer multiprocessors walk: not full (24 640 260 → 276, of an older tree, 28 6400 247.0 → 269.9, 32 7168 246.2 →
-    255.1, 14336 as long), in clusters from four blocks on with 24 (24576 251.1 → 263.5, 98304 271.1 → 285.5) and 28
-    (28672 246.8 → 248.5), of sixteen with 32 and 40 (131072 247.5 → 259.2, 163840 258.6 → 262.1); nor with 24 where
-    four lanes or fewer hold a row (24 277 → 295, 96 254.6 → 255.1).
+    last of a cluster, all hold as many columns. With db LayerNorm, at 1 GB, gains with 16 columns a thread (64 252
+    → 249 us, 128 252.6 → 248.2, 256 250.8 → 247.3, 448 255 → 248; 192 and 320 as long), 24 (768 252.5 → 243.3, 1536
+    246.6 → 244.5, 3072 245.8 → 243.2, 6144 246.7 → 243.9, 12288 246.6 → 244.6; with _ring_bytes() of 128 KB also
+    192 251.0 → 246.7, 384 247.7 → 243.9), 28 (STAGED_FILLING_COLUMNS), 32 (see _ring_bytes(); in clusters of four
+    and eight 32768 252.4 → 248.4, 65536 250.4 → 247.5) and 40 (5120 255 → 248, in clusters 10240 252 → 247, 20480
+    250 → 247, 81920 248.5 → 247.0). Its loop is then nearly as slow as memory, so that it loses where columns of a
+    step are missing or fewer multiprocessors walk: not full (24 640 260 → 276, of an older tree, 28 6400 247.0 →
+    269.9, 32 7168 246.2 → 255.1, 14336 as long), in clusters from four blocks on with 24 (24576 251.1 → 263.5,
+    98304 271.1 → 285.5) and 28 (28672 246.8 → 248.5), of sixteen, as mixed types have, with 32 (131072 247.5 →
+    259.2); nor with 24 where four lanes or fewer hold a row (24 277 → 295, 96 254.6 → 255.1).
     In float32 it gains with 16 (256 252.6 → 246.8), 32 (1024 248.8 → 243.0, 16384 252.3 → 246.6, in clusters of
-    eight 32768 255.4 → 247.6) and 40 (10240 249.3 → 244.5), but with 32 not in clusters of sixteen (65536 247.5 →
-    266.4) nor where not full (14336 249.4 → 272.9), nor for all lengths with 24 (768 249.6 → 244.6, 3072 248.6 →
-    253.7). With 64 it would spill. Not timed, so without pace: with db types of two sizes, float32 with 40 columns
-    in clusters where not full, and with 32 columns or in clusters float64, and RMSNorm, which sums db where the
-    types of x and dy differ.
+    eight 32768 255.4 → 247.6) and 40 (10240 249.3 → 244.5), but with 32 not where not full (14336 249.4 → 272.9),
+    nor for all lengths with 24 (768 249.6 → 244.6, 3072 248.6 → 253.7). Not timed, so without pace: with db types
+    of two sizes, float32 with 40 columns in clusters where not full, and with 32 columns or in clusters float64,
+    and RMSNorm, which sums db where the types of x and dy differ.
     """
     norm, x, dy, sums_db, vector = kind
     per_thread, group = held
@@ -406,7 +415,7 @@ def may_keep_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -
     if norm == "layernorm" and ITEMSIZE[x] == 2:
         if per_thread in (24, STAGED_FILLING_COLUMNS):
             return full and cluster <= 2 and group >= PACED_PART_LEAST_THREADS
-        return per_thread in (16, 40) or (per_thread == 32 and full)
+        return per_thread == 16 or (cluster <= 8 and (per_thread == 40 or (per_thread == 32 and full)))
     return cluster == 1 and per_thread in (16, 40) and group >= WARP
 
 

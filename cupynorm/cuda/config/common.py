@@ -249,7 +249,7 @@ def counts_to_try(most: int) -> tuple[int, ...]:
 
 def staged_static_bytes(x_name: str, cluster: int) -> int:
     """What a block takes beside its dynamic shared memory: the system's kilobyte, BlockState, what meet() declares, or
-    in the forward pass numbers of steps, and PaceState."""
+    in the forward pass numbers of steps, and PaceState. What gangs have in place of BlockState's sums is no larger."""
     barriers = 8 + 16 + 32 * STAGED_MOST_STAGES * STAGED_MOST_TEAMS
     warps = STAGED_MAX_THREADS // WARP * (32 + 8 * cluster * compute_itemsize(x_name))
     return 1024 + divide_up(barriers + warps + 64 + 48, 128) * 128

@@ -305,8 +305,8 @@ def meeting_bytes(blocks: int) -> int:
 
 
 def exchange_bytes(blocks: int) -> int:
-    """struct GangMemory of gang.cuh and its entries, for gangs of so many blocks in all."""
-    return 128 * (1 + blocks)
+    """struct GangMemory of gang.cuh and its entries, eight of 16 bytes for each of so many blocks in all."""
+    return 128 + 8 * 16 * blocks
 
 
 def reduction_row_threads(threads: int, blocks: int, partial_rows: int, problem: NormProblem) -> int:
