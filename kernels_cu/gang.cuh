@@ -1,22 +1,23 @@
-// The exchange of a row's sums between the blocks of a gang: as many blocks as a row needs, anywhere on the device, through memory,
-// which here is the L2 cache.
+// The exchange of a row's sums between the blocks of a gang: as many blocks as a row needs, anywhere on the device, through
+// memory, which here is the L2 cache.
 //
-// Clusters of sixteen leave 20 of 132 multiprocessors without work, and no cluster is larger. A gang has any size, but its exchange
-// takes some 3 us under the load, where a cluster's takes one: so a row's second half comes kGangBehind steps after its first. The
-// blocks of a gang wait for each other, so all blocks of the launch must run at the same time: it is a cooperative one.
+// Clusters of sixteen leave 20 of 132 multiprocessors without work, and no cluster is larger. A gang has any size, but its
+// exchange takes longer than a cluster's, so a row's second half comes kGangBehind steps after its first. The blocks of a gang
+// wait for each other, so all blocks of the launch must run at the same time: it is a cooperative one.
 //
-// The last warp of a block to have its sums adds them all up and stores the block's, each beside a tag that says of which row it
-// is. Nothing else orders them: no fence, no counter. As many warps as it takes to have a lane for each block, usually one (a gang
-// has no more blocks than a block threads), read these entries until the tags are right, and leave the row's sums in shared memory: reads of all eight warps slowed the others
-// down (1 GB, N=65536, RMSNorm, an H100, 344 → 366 us). Order of sums: warps by a butterfly, then up to 32 blocks by a butterfly,
-// these in turn.
+// The last warp of a block to have its sums adds them all up and stores the block's, each beside a tag that says of which row
+// it is. Nothing else orders them: no fence, no counter. As many warps as it takes to have a lane for each block, usually one,
+// read these until the tags are right, and leave the row's sums in shared memory; a gang has no more blocks than a block
+// threads. Reads of all eight warps slowed the others down (1 GB, N=65536, RMSNorm, an H100, 344 → 366 us). Order of sums:
+// warps by a butterfly, then up to 32 blocks by a butterfly, these in turn.
 //
 // Expects staged.cuh; Compute is float.
 #pragma once
 
 #include "staged.cuh"
 
-constexpr int kGangBehind = 2;  // with 1 it took 3% more, an H100, 1 GB, N=131072; with 3 as long, but more where memory is faster
+// 1 GB, N=131072, an H100: with one step LayerNorm took 354 us, with two 343, with three as long, but more where memory is faster.
+constexpr int kGangBehind = 2;
 // A block that posts sum j has collected sum j − kGangBehind − 1, so all have posted that, and collected the one as far before it.
 constexpr int kGangSlots = 4, kGangEntries = 8;  // of sums in a block and in memory: powers of two
 static_assert(kGangSlots >= kGangBehind + 1 && kGangEntries >= 2 * kGangBehind + 2, "nobody still reads what is overwritten");
