@@ -647,7 +647,8 @@ def test_rows_that_fit_on_chip_are_read_once():
 @pytest.mark.parametrize(
     ("names", "x", "dy", "aligned", "columns"),
     [
-        ("sm_90 sm_100", "bfloat16", "bfloat16", True, 262144),
+        ("sm_90 sm_100", "bfloat16", "bfloat16", True, 1081344),
+        ("sm_90 sm_100", "float32", "float32", True, 524288),
         ("sm_90 sm_100", "bfloat16", "bfloat16", False, 131072),
         ("sm_90 sm_100", "bfloat16", "float16", True, 131072),
         ("sm_90 sm_100", "bfloat16", "float64", False, 80000),
