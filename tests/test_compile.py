@@ -61,8 +61,8 @@ ALLOWED_SPILLS = (
             (*which, "DY_TYPE=float64", "WANT_DB=1", "VECTOR=0", "COLUMNS_PER_THREAD=16", "CLUSTER=1"),
             most,
             "By the disassembly: up to five of 168 registers, set before the first row, of which up to three are read "
-            "before it, too, and read once a row: dy of float64, x of 16 bits, off 16 bytes; of RMSNorm with gaps between "
-            "rows. Not timed.",
+            "before it, too, and read once a row: dy of float64, x of 16 bits, off 16 bytes; of RMSNorm with gaps "
+            "between rows. Not timed.",
         )
         for which, most in ((("LAYER_NORM=0", "ROW_GAPS=1"), 32), (("LAYER_NORM=1",), 8))
     ),
