@@ -4,7 +4,7 @@ A public function is called on the device of fake_device.py, which notes its lau
 kernel's own source, compiled as C++ for the CPU with the launch's own definitions, grid, block, shared memory and
 arguments. In place of CUDA stand on_cpu/cuda.h and, for bulk copies and barriers, on_cpu/pipeline.h. PTX is taken out:
 single statements that matter are written here as C++, the others (hints, prefetches, fences) are left away. So float16,
-which is converted by PTX, clusters and gangs are not there, and time and the order in which memory is seen say nothing.
+which is converted by PTX, and clusters are not there, and time and the order in which memory is seen say nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ HERE = Path(__file__).with_name("on_cpu")
 COMPILER = shutil.which("g++")
 # FMA is not contracted: a sum's order is compared bit by bit between kernels that the compiler may treat differently.
 OPTIONS = (
-    *("-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", f"-I{HERE}"),
+    *("-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-pthread", "-fno-strict-aliasing", "-ffp-contract=off"),
+    "-fno-gnu-unique",  # else libraries share static variables of one name, also where they are a thread's own in one
+    f"-I{HERE}",
     *("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error"),  # what lies beside an array is no register of a GPU
 )
 
@@ -38,11 +40,17 @@ MEANINGS = {
     "ld.global.f32 %0, [%1]": "$1 = *($2);",
     "ld.global.f64 %0, [%1]": "$1 = *($2);",
     "ld.global.v4.f32 {%0, %1, %2, %3}, [%4]": "$1 = ($5)[0]; $2 = ($5)[1]; $3 = ($5)[2]; $4 = ($5)[3];",
-    "ld.relaxed.gpu.global.u64 %0, [%1]": "$1 = *($2);",
-    "ld.acquire.gpu.global.u64 %0, [%1]": "$1 = *($2);",
-    "st.relaxed.gpu.global.u64 [%0], %1": "*($1) = $2;",
-    "red.relaxed.gpu.global.add.u64 [%0], 1": "++*($1);",
-    "atom.acq_rel.gpu.global.add.u64 %0, [%1], %2": "$1 = *($2); *($2) += $3;",
+    "ld.relaxed.gpu.global.u32 %0, [%1]": "$1 = on_cpu::read_anew<unsigned>($2);",
+    "ld.relaxed.gpu.global.u64 %0, [%1]": "$1 = on_cpu::read_anew<uint64_t>($2);",
+    "ld.acquire.gpu.global.u64 %0, [%1]": "$1 = on_cpu::read_anew<uint64_t>($2);",
+    "ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2]": "$1 = on_cpu::read_anew<uint64_t>($3); "
+    "$2 = on_cpu::read_anew<uint64_t>(($3) + 8);",
+    "st.relaxed.gpu.global.u64 [%0], %1": "on_cpu::write((uint64_t*)($1), $2);",
+    "st.relaxed.gpu.global.v2.u64 [%0], {%1, %2}": "on_cpu::write((uint64_t*)($1), $2); "
+    "on_cpu::write((uint64_t*)(($1) + 8), $3);",
+    "red.relaxed.gpu.global.add.u64 [%0], 1": "on_cpu::add($1, 1);",
+    "atom.acq_rel.gpu.global.add.u64 %0, [%1], %2": "$1 = on_cpu::add($2, $3);",
+    "atom.relaxed.gpu.global.add.u32 %0, [%1], 1": "$1 = on_cpu::add($2, 1);",
     "ld.volatile.shared.u32 %0, [%1]": "$1 = *reinterpret_cast<const unsigned*>($2);",
     "bar.sync 1, %0": "on_cpu::bar_sync(1, $1);",
 }
@@ -63,9 +71,8 @@ class KernelsOnCpu(FakeDevice):
         over = driver.Launch.over
 
         def noted(launch: Any, x: int, y: int = 1, cooperative: bool = False) -> Any:
-            assert not cooperative, "blocks run one after the other here"
             self._shapes[launch._kernel.kernel.ptr] = launch._threads, launch._shared_bytes
-            return over(launch, x, y)
+            return over(launch, x, y, cooperative)
 
         monkeypatch.setattr(driver.Launch, "over", noted)
         monkeypatch.setattr(self.cupy.cuda.driver, "funcSetAttribute", lambda *_: None)
@@ -115,7 +122,8 @@ class KernelsOnCpu(FakeDevice):
             file, name, definitions = kernel
             structs = {"backward": "BackwardArguments", "forward": "ForwardArguments", "widen": "WideningArguments"}
             struct = structs[name.partition("_")[0]]
-            lines = ['#include "cuda.h"', *(f"#define {text.replace('=', ' ', 1)}" for text in definitions)]
+            lines = ["#define BLOCKS_AT_ONCE"] if "GANG=1" in definitions else []
+            lines += ['#include "cuda.h"', *(f"#define {text.replace('=', ' ', 1)}" for text in definitions)]
             lines += [as_cpp(source(file, set()))]
             lines += ['extern "C" void run(const void* arguments, int x, int y, int threads, int bytes) {']
             lines += [f"on_cpu::launch({name}, *static_cast<const {struct}*>(arguments), x, y, threads, bytes);", "}"]

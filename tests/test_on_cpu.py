@@ -140,6 +140,48 @@ def test_few_rows(
     check_both(device, case_of(norm, rows, columns, *types), STAGED, gap)
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "name", "multiprocessors", "gangs", "blocks", "by_column_blocks"),
+    [
+        (23, 81928, "bfloat16", 22, 2, 11, False),  # all entries are used again
+        (3, 81928, "bfloat16", 132, 3, 11, True),
+        (4, 262152, "bfloat16", 33, 1, 33, False),  # two warps read
+        (11, 65544, "float32", 34, 2, 17, False),
+    ],
+)
+def test_gangs(
+    device: KernelsOnCpu,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    columns: int,
+    name: str,
+    multiprocessors: int,
+    gangs: int,
+    blocks: int,
+    by_column_blocks: bool,
+) -> None:
+    """One norm after the other by the same memory; blocks of a gang run at the same time and wait for each other."""
+    monkeypatch.setitem(fake_device.ATTRIBUTES, 16, multiprocessors)
+    monkeypatch.setattr(device.cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 1)
+    if not by_column_blocks:
+        none = dict.fromkeys((False, True), dict.fromkeys(NORMS, 0))
+        monkeypatch.setattr("cupynorm.cuda.config.walkers.COLUMN_BLOCKS_BYTES", none)
+    for norm in ("layernorm", "rmsnorm", "layernorm"):
+        case = case_of(norm, rows, columns, name)
+        tensors = make_case(np, case)
+        results = backward(norm, on_device(device, tensors), has_bias=case.has_bias)
+        (launched,) = device.launched
+        named = launched.named()
+        assert launched.cooperative
+        assert (named.partial_rows, launched.grid[0] - named.column_blocks) == (gangs, gangs * blocks)
+        assert (named.column_blocks > 0) == by_column_blocks
+        ran = run(device, results, "backward_staged")
+        check_backward(case, tensors, ran)
+        before, left = (ctypes.c_uint * 2).from_address(named.sums)
+        assert left == 0
+        assert before > 0
+
+
 @pytest.fixture
 def small_device(device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch) -> KernelsOnCpu:
     """Two multiprocessors: walkers have many steps, rings are filled again, column sums reach their second level."""
@@ -300,7 +342,7 @@ def test_what_is_written_in_place_of_ptx() -> None:
     assert barrier == "{ on_cpu::bar_sync(1, f(threads) + 1); }"
     assert conversion.startswith("/*")
     assert conversion.endswith("*/;")
-    assert load == "if (x) { value = *(&word); }"
+    assert load == "if (x) { value = on_cpu::read_anew<uint64_t>(&word); }"
     assert shared == "auto* const shared = on_cpu::shared;"
 
 

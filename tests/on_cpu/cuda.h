@@ -1,15 +1,18 @@
 // Enough of CUDA C++ to run the sources of kernels_cu/ on the CPU, where what they compute is checked without a GPU: see
-// ../on_cpu.py. The threads of a block are fibers, run in turn, each until it waits for others; blocks run one after the
-// other, so shared memory is one of a kind. Nothing here says anything of speed, of memory order, or of clusters.
+// ../on_cpu.py. The threads of a block are fibers, run in turn, each until it waits for others. Blocks run one after the
+// other, so shared memory is one of a kind, or, with BLOCKS_AT_ONCE, each in a thread of the CPU, which has its own. Nothing
+// here says anything of speed, of memory order, or of clusters.
 #pragma once
 
 #include <ucontext.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #define __device__
@@ -18,18 +21,26 @@
 #define __align__(n) alignas(n)
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
-#define __shared__ static
+#ifdef BLOCKS_AT_ONCE
+#define OF_BLOCK static thread_local
+constexpr bool kBlocksAtOnce = true;
+#else
+#define OF_BLOCK static
+constexpr bool kBlocksAtOnce = false;
+#endif
+#define __shared__ OF_BLOCK
 #define __CUDA_ARCH__ 750  // so that no conversion to bfloat16 is one of the hardware's; else as on 9.0, not as on 12.0
 
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct Dimensions { unsigned x = 1, y = 1, z = 1; };
-static Dimensions threadIdx, blockIdx, blockDim, gridDim;
+OF_BLOCK Dimensions threadIdx, blockIdx;
+static Dimensions blockDim, gridDim;
 
 namespace on_cpu {
 
 constexpr int kWarp = 32, kStackBytes = 128 << 10, kSharedBytes = 256 << 10;
-alignas(128) static char shared[kSharedBytes];  // dynamic shared memory, of which a launch has `shared_bytes`
+alignas(128) OF_BLOCK char shared[kSharedBytes];  // dynamic shared memory, of which a launch has `shared_bytes`
 static int shared_bytes;
 
 [[noreturn]] inline void fail(const char* what) {
@@ -37,11 +48,19 @@ static int shared_bytes;
     std::abort();
 }
 
-static ucontext_t scheduler;
-static std::vector<ucontext_t> fibers;
-static bool progress;  // in this round some fiber went on
+OF_BLOCK ucontext_t scheduler;
+OF_BLOCK std::vector<ucontext_t> fibers;
+OF_BLOCK std::vector<char> stacks, ended;
+OF_BLOCK bool progress;  // in this round some fiber went on
 
 inline void yield() { swapcontext(&fibers[threadIdx.x], &scheduler); }
+// What other blocks may be writing, so that who reads it over and over lets others go on.
+template <class T> T read_anew(const void* source) {
+    if (kBlocksAtOnce) yield();
+    return __atomic_load_n(static_cast<const T*>(source), __ATOMIC_ACQUIRE);
+}
+template <class T, class U> void write(T* target, U value) { __atomic_store_n(target, T(value), __ATOMIC_RELEASE); }
+template <class T, class U> T add(T* target, U value) { return __atomic_fetch_add(target, T(value), __ATOMIC_ACQ_REL); }
 template <class Condition> void wait_until(Condition condition) {
     while (!condition()) yield();
     progress = true;
@@ -62,9 +81,9 @@ struct Meeting {
         }
     }
 };
-static Meeting of_block, named[16], of_warp[kWarp];
-static uint64_t lanes[kWarp][kWarp];
-static int count;
+OF_BLOCK Meeting of_block, named[16], of_warp[kWarp];
+OF_BLOCK uint64_t lanes[kWarp][kWarp];
+OF_BLOCK int count;
 
 inline void sync_warp() {
     const int warp = threadIdx.x / kWarp, left = blockDim.x - warp * kWarp;
@@ -92,16 +111,14 @@ template <class Kernel, class Arguments>
 void launch(Kernel kernel, const Arguments& arguments, int blocks_x, int blocks_y, int threads, int bytes) {
     static Kernel current;
     static const Arguments* given;
-    static std::vector<char> stacks;
-    static std::vector<char> ended;
     current = kernel;
     given = &arguments;
     shared_bytes = bytes;
     gridDim = {unsigned(blocks_x), unsigned(blocks_y), 1};
     blockDim = {unsigned(threads), 1, 1};
-    stacks.resize(size_t(threads) * kStackBytes);
-    fibers.resize(threads);
-    for (unsigned block = 0; block < gridDim.x * gridDim.y; ++block) {
+    const auto run = [threads](unsigned block) {
+        stacks.resize(size_t(threads) * kStackBytes);
+        fibers.resize(threads);
         blockIdx = {block % gridDim.x, block / gridDim.x, 0};
         std::memset(shared, 0x7f, kSharedBytes);  // 3.4e38: what is read before it is written shows
         ended.assign(threads, false);
@@ -112,6 +129,7 @@ void launch(Kernel kernel, const Arguments& arguments, int blocks_x, int blocks_
             fibers[i].uc_link = &scheduler;
             makecontext(&fibers[i], +[] { current(*given); ended[threadIdx.x] = progress = true; }, 0);
         }
+        auto last_progress = std::chrono::steady_clock::now();
         for (int left = threads; left;) {
             progress = false;
             for (int i = 0; i < threads; ++i) {
@@ -120,8 +138,22 @@ void launch(Kernel kernel, const Arguments& arguments, int blocks_x, int blocks_
                 swapcontext(&scheduler, &fibers[i]);
                 left -= ended[i];
             }
-            if (left && !progress) fail("all threads wait for ever");
+            if (!left || progress) {
+                last_progress = std::chrono::steady_clock::now();
+                continue;
+            }
+            const auto waited = std::chrono::steady_clock::now() - last_progress;
+            if (!kBlocksAtOnce || waited > std::chrono::minutes(2)) fail("all threads wait for ever");
+            std::this_thread::yield();  // other blocks may be what they wait for
         }
+    };
+    const unsigned blocks = gridDim.x * gridDim.y;
+    if (kBlocksAtOnce) {
+        std::vector<std::thread> all;
+        for (unsigned block = 0; block < blocks; ++block) all.emplace_back(run, block);
+        for (auto& one : all) one.join();
+    } else {
+        for (unsigned block = 0; block < blocks; ++block) run(block);
     }
 }
 
