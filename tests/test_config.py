@@ -880,7 +880,7 @@ def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(norm, columns, name, blo
     chosen = config.backward_config(backward(columns, name, name, norm=norm), True, hopper)
     assert (chosen.route, chosen.gang, chosen.slabs, chosen.slab_columns) == ("staged", True, blocks, slab)
     assert {"GANG=1", "CLUSTER=1", "PACED=1", "COLUMNS_PER_THREAD=32"} <= set(chosen.definitions)
-    assert chosen.threads == chosen.group_threads == slab_threads(name)
+    assert chosen.threads == chosen.group_threads == 512 // DTYPES[name].itemsize
     assert (chosen.lead, chosen.stages) == (lead, config.backward.GANG_STAGES)
     assert slab * DTYPES[name].itemsize % 128 == 0
     assert 132 // blocks * blocks >= 0.9 * 132
@@ -889,11 +889,6 @@ def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(norm, columns, name, blo
     assert 2 * (chosen.shared_bytes + 1024) > hopper.shared_bytes
     static = config.common.staged_static_bytes(name, 1)
     assert chosen.shared_bytes + static <= hopper.shared_bytes
-
-
-def slab_threads(name: str) -> int:
-    """Of 32 columns each: what takes 16 KB of x."""
-    return 16384 // DTYPES[name].itemsize // 32
 
 
 def test_gangs_are_no_larger_than_the_device_and_of_one_type():

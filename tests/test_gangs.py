@@ -21,7 +21,7 @@ from helpers import (
     spoilt,
     with_gaps,
 )
-from test_cuda_runtime import assert_a_graph_gives
+from test_cuda_runtime import assert_a_graph_gives, spin
 from test_numerics import check_backward
 from test_promises import some_rows
 
@@ -180,9 +180,7 @@ def test_nan_and_inf_stay_in_their_row_and_column(cupy: Any, norm: str, rows: in
 
 
 def test_a_gang_that_finds_no_room_waits_for_it(cupy: Any) -> None:
-    """Other work holds some of the multiprocessors that it needs: no block starts before all can."""
-    from test_cuda_runtime import spin
-
+    """Other work holds more multiprocessors than it leaves free: neither of two calls hangs, and both are right."""
     tensors = make_tensors(cupy, "layernorm", (40, 1048576), "bfloat16")
     expected = backward("layernorm", tensors)
     held = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]

@@ -140,6 +140,12 @@ def test_few_rows(
     check_both(device, case_of(norm, rows, columns, *types), STAGED, gap)
 
 
+def walkers_sum_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little data there is."""
+    none = dict.fromkeys((False, True), dict.fromkeys(NORMS, 0))
+    monkeypatch.setattr("cupynorm.cuda.config.walkers.COLUMN_BLOCKS_BYTES", none)
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "name", "multiprocessors", "gangs", "blocks", "by_column_blocks"),
     [
@@ -164,8 +170,7 @@ def test_gangs(
     monkeypatch.setitem(fake_device.ATTRIBUTES, 16, multiprocessors)
     monkeypatch.setattr(device.cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 1)
     if not by_column_blocks:
-        none = dict.fromkeys((False, True), dict.fromkeys(NORMS, 0))
-        monkeypatch.setattr("cupynorm.cuda.config.walkers.COLUMN_BLOCKS_BYTES", none)
+        walkers_sum_columns(monkeypatch)
     for norm in ("layernorm", "rmsnorm", "layernorm"):
         case = case_of(norm, rows, columns, name)
         tensors = make_case(np, case)
@@ -186,9 +191,7 @@ def test_gangs(
 def small_device(device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch) -> KernelsOnCpu:
     """Two multiprocessors: walkers have many steps, rings are filled again, column sums reach their second level."""
     monkeypatch.setitem(fake_device.ATTRIBUTES, 16, 2)
-    monkeypatch.setattr(
-        "cupynorm.cuda.config.walkers.COLUMN_BLOCKS_BYTES", dict.fromkeys((False, True), dict.fromkeys(NORMS, 0))
-    )
+    walkers_sum_columns(monkeypatch)
     return device
 
 
