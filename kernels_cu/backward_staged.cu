@@ -96,6 +96,7 @@ struct FewRowsArguments {
 
 // dx of the block's rows, one for each group. Not in line: what the walk begins with follows the kernel's first instructions.
 __device__ __noinline__ void write_few_rows(FewRowsArguments a, BlockState* state) {
+    if constexpr (kWholeWarps) a.group_threads = a.group_threads < 32 ? 32 : a.group_threads;  // as it is: no division
     const BlockShare share(a);
     const int64 number = int64(blockIdx.x) * share.groups + share.group;
     const bool active = number < a.rows;
@@ -103,6 +104,7 @@ __device__ __noinline__ void write_few_rows(FewRowsArguments a, BlockState* stat
     XVector x[kVectors] = {};
     DyVector dy[kVectors] = {};
     RowStatistics row = {};
+    const Compute reciprocal_columns = moved(Compute(1) / Compute(a.columns));  // before anything is waited for
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
         if (!active || share.team_columns == 0) continue;
@@ -118,7 +120,7 @@ __device__ __noinline__ void write_few_rows(FewRowsArguments a, BlockState* stat
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) first_half<true, false>(sums, nullptr, k, x[k], dy[k], w, row);
     sums = SumExchange<kLayerNorm>(*state, share, a.group_threads).at_once(sums, share.thread);
-    const RowCoefficients coefficients(sums, Compute(1) / Compute(a.columns), row);
+    const RowCoefficients coefficients(sums, reciprocal_columns, row);
     X* const dx = a.dx + number * a.dx_row_stride;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {

@@ -65,10 +65,14 @@ private:
         if (const int column = first_column + own; column < a.columns) {
             const X* x = a.x + row_thread * a.x_row_stride + column;
             const Dy* dy = a.dy + row_thread * a.dy_row_stride + column;
-            for (int row = row_thread; row < a.rows; row += kBatch * a.row_threads) {
-                add_batch(sums, row, x, dy);
-                x += kBatch * x_step;
-                dy += kBatch * dy_step;
+            if (a.rows <= a.row_threads) {  // the same bits, by less code, for which few rows wait
+                add_batch<1>(sums, row_thread, x, dy);
+            } else {
+                for (int row = row_thread; row < a.rows; row += kBatch * a.row_threads) {
+                    add_batch<kBatch>(sums, row, x, dy);
+                    x += kBatch * x_step;
+                    dy += kBatch * dy_step;
+                }
             }
         }
         Compute* target = shared + row_thread * stride + own;
@@ -84,12 +88,13 @@ private:
         }
     }
 
+    template <int kRows>
     __device__ void add_batch(ThreadSums& sums, int first_row, const X* x_at, const Dy* dy_at) const {
-        WideX x_packed[kBatch] = {};
-        WideDy dy_packed[kBatch] = {};
-        RowStatistics statistics[kBatch] = {};
+        WideX x_packed[kRows] = {};
+        WideDy dy_packed[kRows] = {};
+        RowStatistics statistics[kRows] = {};
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
+        for (int i = 0; i < kRows; ++i) {
             if (const int row = first_row + i * a.row_threads; row < a.rows) {
                 x_packed[i].load_read_only(x_at);
                 dy_packed[i].load_read_only(dy_at);
@@ -101,7 +106,7 @@ private:
         }
         ThreadSums batch;
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
+        for (int i = 0; i < kRows; ++i) {
             Compute x[kWideVector], dy[kWideVector];
             x_packed[i].unpack(x);
             dy_packed[i].unpack(dy);
@@ -122,12 +127,13 @@ private:
     __device__ void add_threads(int first_column, const Compute* shared) const {
         const int threads = 1 << log2_of(blockDim.x);  // a power of two of them
         const int parts = entries >= threads ? 1 : minimum(32, threads >> log2_of(entries));
+        const int summed = minimum(a.row_threads, a.rows);  // the others have no row
         if (threadIdx.x >= threads) return;
         for (int i = threadIdx.x; i < entries * parts; i += threads) {
             const int entry = i >> log2_of(parts), column = first_column + (entry & (width - 1));
             double sum = 0;
 #pragma unroll 4
-            for (int k = i & (parts - 1); k < a.row_threads; k += parts) sum += shared[k * stride + entry];
+            for (int k = i & (parts - 1); k < summed; k += parts) sum += shared[k * stride + entry];
             for (int distance = parts / 2; distance > 0; distance /= 2) {
                 sum += __shfl_xor_sync(0xffffffffu, sum, distance);
             }

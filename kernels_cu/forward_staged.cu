@@ -225,8 +225,13 @@ private:
 // more of the last steps, each by a number that a counter hands out. What a row comes to does not depend on who does it.
 // Numbers are drawn so early that the ring is never empty for want of one. Not by clusters: where their blocks met before each
 // of these steps, they took 5 to 19% more; where numbers came by remote stores, 1 to 3% less at 1 GB, but up to 5% more at
-// 100 MB. Nor by short rows of LayerNorm, whose steps more instructions make longer.
-constexpr bool kDraws = !kClustered && (kWholeWarps || !kLayerNorm);  // _drawn_part() of config/forward.py
+// 100 MB. By LayerNorm's rows of a warp or less, whose steps more instructions make longer, where memory is slower than these.
+//
+//   DRAW_SHORT_ROWS  1: LayerNorm's rows of a warp or less draw
+#ifndef DRAW_SHORT_ROWS
+#define DRAW_SHORT_ROWS 0
+#endif
+constexpr bool kDraws = !kClustered && (kWholeWarps || !kLayerNorm || DRAW_SHORT_ROWS);
 
 struct ForwardWalk : RowWalk {
     static constexpr int kNumbers = 16;  // one for each place in the ring, the steps at work and the one before them

@@ -8,7 +8,7 @@
 // The last warp of a block to have its sums adds them all up and stores the block's, each beside a tag that says of which row
 // it is. Nothing else orders them: no fence, no counter. As many warps as it takes to have a lane for each block, usually one,
 // read these until the tags are right, and leave the row's sums in shared memory; a gang has no more blocks than a block
-// threads. Reads of all eight warps slowed the others down (1 GB, N=65536, RMSNorm, an H100, 344 → 366 us). Order of sums:
+// threads. Reads of all eight warps slowed the others down (1 GB, N=65536, RMSNorm, an H100, 345 → 366 us). Order of sums:
 // warps by a butterfly, then up to 32 blocks by a butterfly, these in turn.
 //
 // Expects staged.cuh; Compute is float.
@@ -16,7 +16,8 @@
 
 #include "staged.cuh"
 
-// 1 GB, N=131072, an H100: with one step LayerNorm took 354 us, with two 343, with three as long, but more where memory is faster.
+// 1 GB, N=131072, an H100, rings of four steps: with one LayerNorm took 354 us, with two 343; of five, two and three take as long,
+// but where memory is faster three take more.
 constexpr int kGangBehind = 2;
 // A block that posts sum j has collected sum j − kGangBehind − 1, so all have posted that, and collected the one as far before it.
 constexpr int kGangSlots = 4, kGangEntries = 8;  // of sums in a block and in memory: powers of two

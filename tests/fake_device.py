@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-ATTRIBUTES = {75: 9, 76: 0, 16: 132, 97: 232448}  # compute capability 9.0, multiprocessors, shared memory of a block
+# An H200's: compute capability 9.0, multiprocessors, shared memory of a block, kHz of the memory and bits of its bus.
+ATTRIBUTES = {75: 9, 76: 0, 16: 132, 97: 232448, 36: 3201000, 37: 6144}
 
 
 class Launched(NamedTuple):
@@ -31,9 +32,9 @@ class Launched(NamedTuple):
         return struct.unpack(layout_of(self.kernel), self.arguments)
 
     def named(self) -> SimpleNamespace:
-        """The arguments of a backward kernel by their names in backward.cuh."""
-        assert self.kernel.startswith("backward")
-        return SimpleNamespace(**dict(zip(_names_of_arguments(), self.fields(), strict=True)))
+        """The arguments by their names in backward.cuh or forward.cuh."""
+        names = _names_of_arguments(self.kernel.partition("_")[0])
+        return SimpleNamespace(**dict(zip(names, self.fields(), strict=True)))
 
 
 def layout_of(kernel: str) -> str:
@@ -45,12 +46,12 @@ def layout_of(kernel: str) -> str:
 
 
 @functools.cache
-def _names_of_arguments() -> list[str]:
+def _names_of_arguments(direction: str) -> list[str]:
     from cupynorm.cuda import module
 
-    source = (module.source_directory() / "backward.cuh").read_text(encoding="utf-8")
-    fields = source.partition("struct BackwardArguments {\n")[2].partition("\n\n")[0]
-    lines = (line.partition("//")[0] for line in fields.splitlines())
+    source = (module.source_directory() / f"{direction}.cuh").read_text(encoding="utf-8")
+    struct = source.partition(f"struct {direction.capitalize()}Arguments {{\n")[2].partition("\n};")[0]
+    lines = (line.partition("//")[0] for line in struct.partition("\n\n")[0].splitlines())
     return [name for line in lines for name in re.findall(r"(\w+)[,;]", line)]
 
 

@@ -17,13 +17,14 @@ from cupynorm.cuda import config, module
 from cupynorm.cuda.config.variants import variants
 from cupynorm.problem import NormProblem
 
-# Multiprocessors and shared memory a block of a T4, A100, H200, B200 and an RTX 5090.
+# Multiprocessors, shared memory a block and GB/s of memory of a T4, A100, H200, H100, B200 and an RTX 5090.
 DEVICES = {
-    "sm_75": config.Device((7, 5), 40, 65536),
-    "sm_80": config.Device((8, 0), 108, 166912),
-    "sm_90": config.Device((9, 0), 132, 232448),
-    "sm_100": config.Device((10, 0), 148, 232448),
-    "sm_120": config.Device((12, 0), 170, 101376),
+    "sm_75": config.Device((7, 5), 40, 65536, 320),
+    "sm_80": config.Device((8, 0), 108, 166912, 2039),
+    "sm_90": config.Device((9, 0), 132, 232448, 4916),
+    "sm_90_slow": config.Device((9, 0), 132, 232448, 3352),
+    "sm_100": config.Device((10, 0), 148, 232448, 8000),
+    "sm_120": config.Device((12, 0), 170, 101376, 1792),
 }
 DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")} | {
     "bfloat16": np.dtype(ml_dtypes.bfloat16)
@@ -769,7 +770,7 @@ def test_walks_and_drawn_steps_cover_all_rows():
             rows = walkers * steps * chosen.groups + more
             own, walk_rows, drawn_steps = config.forward_steps(chosen, rows, walkers)
             all_steps = -(-rows // chosen.groups)
-            assert (drawn_steps > 0) == (chosen.drawn_part > 0 and all_steps >= 16 * walkers)
+            assert (drawn_steps > 0) == (chosen.drawn_part > 0 and all_steps >= chosen.drawn_steps * walkers)
             if drawn_steps:
                 assert walk_rows == walkers * own * chosen.groups
                 assert (drawn_steps - 1) * chosen.groups < rows - walk_rows <= drawn_steps * chosen.groups
@@ -784,6 +785,8 @@ def test_walks_and_drawn_steps_cover_all_rows():
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_steps_are_left_to_be_drawn_where_the_kernel_draws(norm, name, device):
     """As kDraws of forward_staged.cu, kWholeWarps of columns.cuh; else their rows would stay unwritten."""
+    source = (module.source_directory() / "forward_staged.cu").read_text(encoding="utf-8")
+    assert "kDraws = !kClustered && (kWholeWarps || !kLayerNorm || DRAW_SHORT_ROWS);" in source
     for columns, aligned in product((1, 8, 96, 129, 256, 384, 512, 513, 1001, 2048, 4096, 12288, 65536), (True, False)):
         problem = backward(columns, name, name, norm=norm)
         problem = forward_of(problem)
@@ -792,7 +795,8 @@ def test_steps_are_left_to_be_drawn_where_the_kernel_draws(norm, name, device):
         per_thread = int(definitions["COLUMNS_PER_THREAD"])
         whole_warps = "PART_OF_WARP" not in definitions and per_thread > (8 if name == "float64" else 16)
         staged = chosen.kernel == "forward_staged" and definitions["CLUSTER"] == "1"
-        assert (chosen.drawn_part > 0) == (staged and (whole_warps or norm == "rmsnorm")), (columns, aligned)
+        draws = whole_warps or norm == "rmsnorm" or "DRAW_SHORT_ROWS" in definitions
+        assert (chosen.drawn_part > 0) == (staged and draws), (columns, aligned)
 
 
 def test_long_launches_have_less_in_flight():
@@ -1026,7 +1030,9 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
                 continue
             assert {"PACED=1", "VECTOR=1"} <= set(chosen.definitions), (columns, aligned)
             part = norm == "layernorm" and {"COLUMNS_PER_THREAD=24", "PART_OF_WARP=1"} <= set(chosen.definitions)
-            least = 48 if part or isinstance(chosen, config.ForwardConfig) else config.backward.PACE_LEAST_STEPS[norm]
+            slow = device.has_slow_memory and DTYPES[name].itemsize == 2 and "GANG=1" not in chosen.definitions
+            usual = config.backward.SLOW_PACE_LEAST_STEPS if slow else config.backward.PACE_LEAST_STEPS[norm]
+            least = 48 if part or isinstance(chosen, config.ForwardConfig) else usual
             assert config.pace(chosen, least * chosen.groups, 1)[0] == chosen.lead
             assert config.pace(chosen, (least - 1) * chosen.groups, 1)[0] == 0
             if isinstance(chosen, config.ForwardConfig):
@@ -1270,3 +1276,111 @@ def test_mixed_types_take_vectors_of_the_smaller_one():
     assert config.common.vector_width("bfloat16", "float32") == 8
     assert config.common.vector_width("float32", "float64") == 4
     assert config.common.vector_width("float64") == 2
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "gbps", "slow"),
+    [
+        (132, 4916, False),  # an H200
+        (132, 0, False),  # unknown
+        (132, 3352, True),  # an H100 with HBM3,
+        (114, 2039, True),  # with HBM2e,
+        (132, 3938, True),  # of an H100 NVL
+        (148, 8000, False),  # a B200
+        (1, 4916, False),  # a part of a device
+    ],
+)
+def test_which_memory_is_slow(multiprocessors, gbps, slow):
+    assert config.Device((9, 0), multiprocessors, 232448, gbps).has_slow_memory == slow
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_slow_memory_changes_no_sum_of_a_row(norm, name):
+    """Kernels, but for steps that are drawn, and how they split rows are the same, whatever the memory."""
+    fast, slow = DEVICES["sm_90"], DEVICES["sm_90_slow"]
+    for columns, aligned, rows in product(COLUMNS, (True, False), (1, 300, 1 << 16)):
+        problem = backward(columns, name, name, rows, norm)
+        chosen = [config.backward_config(problem, aligned, device) for device in (fast, slow)]
+        for other in chosen:
+            same = {"lead": 0, "paced_steps": 0, "stages": 0, "shared_bytes": 0, "threads": 0}
+            assert other._replace(**same) == chosen[0]._replace(**same), (columns, aligned)
+        chosen = [config.forward_config(forward_of(problem), aligned, device) for device in (fast, slow)]
+        kept = [text for text in chosen[1].definitions if text != "DRAW_SHORT_ROWS=1"]
+        assert kept == list(chosen[0].definitions)
+        assert chosen[0][3:5] == chosen[1][3:5], "threads of a block and of a row"
+
+
+@pytest.mark.parametrize(
+    ("norm", "columns", "name", "quarters"),
+    [
+        ("rmsnorm", 256, "bfloat16", 5),  # not nine
+        ("rmsnorm", 4096, "bfloat16", 5),  # not seven
+        ("rmsnorm", 7168, "float16", 4),  # not six
+        ("rmsnorm", 1536, "bfloat16", 3),  # not five
+        ("layernorm", 3072, "bfloat16", 4),  # not nine
+        ("layernorm", 4096, "float16", 4),  # not seven
+        ("layernorm", 5120, "bfloat16", 3),  # not six
+        ("rmsnorm", 16384, "float32", 4),  # as where it is fast
+        ("layernorm", 16384, "float32", 7),
+        ("rmsnorm", 131072, "bfloat16", 5),
+    ],
+)
+def test_where_memory_is_slow_a_walker_has_fewer_steps_before_the_others(norm, columns, name, quarters):
+    problem = backward(columns, name, name, 1 << 20, norm)
+    assert config.backward_config(problem, True, DEVICES["sm_90_slow"]).lead == quarters
+
+
+def test_where_memory_is_slow_blocks_of_a_warp_keep_their_lead():
+    """Rows with gaps: eight blocks on a multiprocessor; of two warps there are four."""
+    for norm, columns in product(("rmsnorm", "layernorm"), (1024, 2048)):
+        stride = columns + 64
+        problem = replace(
+            backward(columns, "bfloat16", "bfloat16", 1 << 18, norm), x_row_stride=stride, dy_row_stride=stride
+        )
+        fast, slow = (config.backward_config(problem, True, DEVICES[name]) for name in ("sm_90", "sm_90_slow"))
+        assert (slow.lead == fast.lead) == (columns == 1024), (norm, fast.lead)
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "blocks"), [(4096, 1017, (32, 64)), (4096, 488, (32, 32)), (32768, 127, (32, 32))]
+)
+def test_where_memory_is_slow_walkers_are_few_and_column_blocks_many(columns, rows, blocks):
+    problem = backward(columns, "bfloat16", "bfloat16", rows)
+    found = []
+    for name, clusters in (("sm_90", 132), ("sm_90_slow", 132)):
+        chosen = config.backward_config(problem, True, DEVICES[name])
+        found.append(config.grid(chosen, problem, 30 if chosen.cluster > 1 else clusters, DEVICES[name]).column_blocks)
+    assert tuple(found) == blocks
+
+
+@pytest.mark.parametrize(
+    ("norm", "columns", "rows", "gap", "drawn_part", "draws_short"),
+    [
+        ("layernorm", 128, 130208, 0, 1 / 2, True),
+        ("layernorm", 384, 43402, 0, 1 / 2, True),
+        ("layernorm", 128, 130208, 8, 0, False),
+        ("layernorm", 4096, 4069, 0, 1 / 2, False),
+        ("layernorm", 16384, 1017, 0, 1 / 4, False),  # alone on a multiprocessor
+        ("rmsnorm", 4096, 4069, 0, 1 / 2, False),
+        ("rmsnorm", 128, 130208, 0, 1 / 2, False),
+        ("rmsnorm", 32768, 509, 0, 0, False),
+    ],
+)
+def test_where_memory_is_slow_more_steps_are_drawn(norm, columns, rows, gap, drawn_part, draws_short):
+    problem = replace(forward_of(backward(columns, "bfloat16", "bfloat16", rows, norm)), x_row_stride=columns + gap)
+    chosen = config.forward_config(problem, True, DEVICES["sm_90_slow"])
+    assert (chosen.drawn_part, chosen.drawn_steps) == (drawn_part, 10)
+    assert ("DRAW_SHORT_ROWS=1" in chosen.definitions) == draws_short
+    usual = config.forward_config(problem, True, DEVICES["sm_90"])
+    assert usual.drawn_steps == 16
+    assert "DRAW_SHORT_ROWS=1" not in usual.definitions
+
+
+@pytest.mark.parametrize(("rows", "stages"), [(2000, 3), (4069, 4), (16384, 4), (40690, 2)])
+def test_where_memory_is_slow_the_forward_pass_has_more_in_flight_in_short_launches(rows, stages):
+    """RMSNorm, N=4096, three blocks of a row each on a multiprocessor, from ten to 48 steps of each walker."""
+    problem = forward_of(backward(4096, "bfloat16", "bfloat16", rows, "rmsnorm"))
+    assert config.forward_config(problem, True, DEVICES["sm_90_slow"]).stages == stages
+    assert config.forward_config(problem, True, DEVICES["sm_90"]).stages == (2 if rows > 10000 else 3)
+    assert config.forward_config(replace(problem, norm="layernorm"), True, DEVICES["sm_90_slow"]).stages in (2, 3)

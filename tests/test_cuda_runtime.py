@@ -152,12 +152,16 @@ def assert_a_graph_gives(stream: Any, call: Callable[[], Any], out: tuple[Any, .
 
 @pytest.mark.parametrize("columns", [128, 384, 1001, 1024, 4096, 6144])
 @pytest.mark.parametrize("norm", NORMS)
-def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, columns: int) -> None:
+@pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
+def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, slow: bool, norm: str, columns: int) -> None:
     """Rows of steps that are drawn have the bits that they have alone: in one call after another, on two streams at
-    once, and in a graph, each of which has a counter of its own."""
+    once, and in a graph, each of which has a counter of its own. Whatever the device's memory, as if it were fast or
+    slow."""
     from cupynorm import dispatch
-    from cupynorm.cuda import config
+    from cupynorm.cuda import config, launch
 
+    device_of = launch.device_of
+    monkeypatch.setattr(launch, "device_of", lambda number: device_of(number)._replace(memory_gbps=int(slow)))
     drawn, divide = [], config.forward_steps
     monkeypatch.setattr(
         config, "forward_steps", lambda *given: drawn.append((*given, divide(*given)[2])) or divide(*given)
@@ -180,7 +184,7 @@ def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, norm: str, colu
         chosen, *_, steps = drawn[-1]
         assert (steps > 0) == (chosen.drawn_part > 0)
         if cupy.cuda.Device().compute_capability == "90":
-            assert (steps > 0) == (norm == "rmsnorm" or columns > 512)
+            assert (steps > 0) == (norm == "rmsnorm" or columns > 512 or slow)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     outputs = [tuple(poisoned(cupy, like.shape, like.dtype) for like in expected) for _ in streams]
     cupy.cuda.Device().synchronize()

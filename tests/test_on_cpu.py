@@ -227,6 +227,33 @@ def test_many_steps(small_device: KernelsOnCpu, norm: str, rows: int, columns: i
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
+    ("rows", "columns", "name", "gap"),
+    [
+        (2500, 128, "bfloat16", 0),
+        (1801, 384, "bfloat16", 0),
+        (801, 512, "float32", 0),
+        (2501, 128, "bfloat16", 8),
+        (401, 1024, "bfloat16", 0),
+        (160, 4096, "bfloat16", 0),
+    ],
+)
+def test_drawn_steps_where_memory_is_slow(
+    small_device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, norm: str, rows: int, columns: int, name: str, gap: int
+) -> None:
+    """LayerNorm's rows of a warp or less, too, without gaps; and rows that keep pace sooner, with less lead."""
+    monkeypatch.setitem(fake_device.ATTRIBUTES, 36, 30000)  # kHz
+    case = case_of(norm, rows, columns, name)
+    tensors = make_case(np, case)
+    placed = on_device(small_device, tensors, gap)
+    results = forward(norm, placed)
+    drawn = small_device.launched[-1].named().drawn_steps
+    assert (drawn > 0) == (not gap or norm == "rmsnorm")
+    check_forward(case, tensors, run(small_device, results, "forward_staged"))
+    check_both(small_device, case, STAGED, gap)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
     ("rows", "columns"),
     [(4001, 128), (1999, 512), (1011, 768), (1012, 768), (900, 1024), (901, 1024), (203, 4096), (101, 7168)],
 )

@@ -18,8 +18,9 @@ from . import config as choose
 from .driver import Arguments, Launch, PerThread
 from .module import kernel
 
-# cudaDevAttr… ComputeCapabilityMajor, ComputeCapabilityMinor, MultiProcessorCount, MaxSharedMemoryPerBlockOptin
-_DEVICE_ATTRIBUTES = (75, 76, 16, 97)
+# cudaDevAttr… ComputeCapabilityMajor, ComputeCapabilityMinor, MultiProcessorCount, MaxSharedMemoryPerBlockOptin,
+# MemoryClockRate (kHz, of two transfers each), GlobalMemoryBusWidth (bits)
+_DEVICE_ATTRIBUTES = (75, 76, 16, 97, 36, 37)
 
 _WIDENING_THREADS = 256
 _KEPT_ZEROS = choose.KEPT_COUNTER_BYTES + choose.KEPT_EXCHANGE_BYTES
@@ -45,7 +46,7 @@ class Backward:
         config = choose.backward_config(problem, _is_aligned(problem, offset), device)
         split = config.route == "split"
         main = _backward_launch(config, "backward_split_apply" if split else f"backward_{config.route}")
-        at_once = _walkers_at_once(main, config.cluster, device) // (config.slabs if config.gang else 1)
+        at_once = _walkers_at_once(main, device, config.cluster, config.slabs if config.gang else 1)
         walkers, column_blocks, row_threads, few_rows = choose.grid(config, problem, at_once, device)
 
         grid = (config.slabs, walkers) if split else (walkers * config.slabs + column_blocks, 1)
@@ -156,7 +157,7 @@ class Forward:
             shared_bytes=config.shared_bytes,
             cluster=config.cluster,
         )
-        at_once = _walkers_at_once(main, config.cluster, device)
+        at_once = _walkers_at_once(main, device, config.cluster)
         walkers = choose.forward_walkers(config, problem.rows, at_once, device)
         steps, walk_rows, drawn_steps = choose.forward_steps(config, problem.rows, walkers)
         lead, step_counters = choose.pace(config, problem.rows, walkers)
@@ -286,10 +287,11 @@ def _forget(kept: _Kept, pointer: int, stream: weakref.ref[Any]) -> None:
 @functools.cache
 def device_of(device_id: int) -> choose.Device:
     """What launch choices need to know about a CUDA device."""
-    major, minor, multiprocessors, shared_bytes = (
+    major, minor, multiprocessors, shared_bytes, memory_khz, bus_bits = (
         int(cupy.cuda.runtime.deviceGetAttribute(attribute, device_id)) for attribute in _DEVICE_ATTRIBUTES
     )
-    return choose.Device((major, minor), multiprocessors, shared_bytes)
+    memory_gbps = 2 * memory_khz * bus_bits // 8 // 10**6
+    return choose.Device((major, minor), multiprocessors, shared_bytes, memory_gbps)
 
 
 def _backward_launch(config: choose.BackwardConfig, name: str) -> Launch:
@@ -301,10 +303,10 @@ def _backward_launch(config: choose.BackwardConfig, name: str) -> Launch:
     )
 
 
-def _walkers_at_once(main: Launch, cluster: int, device: choose.Device) -> int:
-    """How many blocks, or clusters, the device holds at the same time."""
+def _walkers_at_once(main: Launch, device: choose.Device, cluster: int, gang_blocks: int = 1) -> int:
+    """How many blocks, clusters, or gangs of so many blocks, the device holds at the same time."""
     if cluster == 1:
-        return main.blocks_at_once(device.multiprocessors)
+        return main.blocks_at_once(device.multiprocessors) // gang_blocks
     return choose.clusters_at_once(main.clusters_at_once(), cluster, device)
 
 

@@ -124,24 +124,38 @@ LEAD_LAYERNORM_24_COLUMNS, LEAD_LAYERNORM_CLUSTERS = 9, 8
 # 241.3, 241.4, 242.9, 244.3. In float32, by threads of a block that share a row, with five, seven and nine: 64, 1792
 # 241.9, 240.3, 241.8; 128, 3584 241.3, 239.4, 240.7; 256, 7168 242.9, 246.5, 249.1, 14336 242.8, 246.1, 248.6.
 LEAD_FILLING, LEAD_FILLING_FLOAT32 = 8, {64: 7, 128: 7, 256: 5}
+# Where memory is slow, 16-bit types: less by so much, and no more than so much. 1 GB, an H100, RMSNorm, less by none,
+# two, three, four and five: N=128 (nine) 343.6, 339.8, 338.4, 337.5, 337.4 us, 1024 (seven) 339.6, 335.0, 337.2,
+# 352.0, 353.6, 4096 339.2, 336.2, 337.0, 349.3, 355.5, 7168 (six) 338.5, 335.9, 335.6, 339.4, 358.1, 10240 342.4,
+# 337.3, 337.0, 341.0, 371.7, 65536 338.5, 336.3, 335.5, 338.9, 370.5; LayerNorm 768 (nine) 348.7, 346.6, 344.6, 344.7,
+# 341.6, 1024 (seven) 344.4, 340.6, 339.0, 337.9, 339.4, 4096 345.2, 341.5, 338.6, 338.9, 344.6, 7168 (eight) 345.7,
+# 342.4, 340.7, 339.2, 337.8, 65536 344.8, 342.7, 341.3, 340.2, 339.7. In float32 by two LayerNorm 1024 338.8 → 336.0,
+# but RMSNorm 1024 339.6 → 348.5 (not there); gangs, LayerNorm, 131072 342.8 → 345.5 (not there).
+SLOW_LESS_LEAD, SLOW_MOST_LEAD = {"rmsnorm": 2, "layernorm": 3}, {"rmsnorm": 5, "layernorm": 4}
+# With blocks of one warp, as rows with gaps have, it lost: RMSNorm, gaps of 64, 1024 354.8 → 375.4, LayerNorm 353.8 →
+# 369.3, but of two warps, gaps of 8, 2048 376.0 → 366.6, 388.7 → 374.7.
+SLOW_MOST_BLOCKS = 4  # on a multiprocessor
+# So both gain in shorter launches, too: 100 MB, LayerNorm 1024 46.0 → 44.9, 4096 47.1 → 46.3, 8192 47.2 → 46.9 us; 50
+# MB 1024 28.2 → 27.7, 4096 29.5 → 28.7, RMSNorm 2048 27.6 → 27.1, 32768 29.7 → 28.5.
+SLOW_PACE_LEAST_STEPS = 6
 # Rows that no cluster of eight holds go to gangs (gang.cuh), in place of clusters of sixteen and, longer ones, of two
 # sweeps over memory. An H100, 1 GB, RMSNorm N=98304 337 → 341 us, 131072 339 → 339, 196608 344 → 340, 262144 348 →
-# 341, 524288 605 → 341, LayerNorm 98304 351 → 347, 131072 353 → 345, 262144 375 → 345, 524288 621 → 358; 100 MB,
+# 341, 524288 605 → 341, LayerNorm 98304 351 → 347, 131072 353 → 345, 262144 376 → 345, 524288 621 → 359; 100 MB,
 # RMSNorm 98304 46 → 48, 262144 54 → 49, 524288 78 → 51, LayerNorm 98304 50 → 53, 262144 62 → 54; float32, 1 GB, 98304
 # 337 → 341, LayerNorm 348 → 342, 131072 597 → 340, 611 → 341. Not where clusters of eight hold the row: LayerNorm,
-# 65536, 1 GB 349 → 342, but 25 MB 20 → 22.
+# 65536, 1 GB 350 → 342, but 25 MB 20 → 22.
 MOST_CLUSTER_BESIDE_GANGS = 8
 # A block's columns of x and dy together, at most: 32 columns a thread for 256 threads, in float32 for 128. They begin
 # at whole lines of memory: else, 1 GB, an H100, RMSNorm, 262144 in gangs of 33 blocks, 339 → 359 us.
 GANG_STEP_BYTES, GANG_COLUMNS_PER_THREAD, GANG_UNIT = 32 << 10, 32, 64
 # Where gangs of the fewest blocks would leave more of the multiprocessors without work, they have more blocks, with
-# fewer columns each. 1 GB, an H100: 300000 352.0 → 349.6 us, 400000 372.9 → 371.5, LayerNorm 383.8 → 377.0, 418.4 →
-# 406.0, 700000 434.2 → 426.1, but RMSNorm 700000 380.3 → 385.0, and with hardly any left LayerNorm 262144 344 → 349.
+# fewer columns each. 1 GB, an H100: 300000 352.0 → 349.6 us, 400000 373.2 → 371.5, LayerNorm 383.8 → 377.0, 418.6 →
+# 406.2, 700000 434.2 → 426.1, but RMSNorm 700000 380.3 → 385.0, and with hardly any left LayerNorm 262144 344 → 349.
 GANG_LEAST_PART = 0.9
-# Of the steps of a ring one is at work, two wait for their sums, the others are on their way: with six, and three
-# that wait, RMSNorm, 131072, 1 GB, took 347 us, 337 with five; four have one on its way. Lead, quarters of a step:
-# 131072 with four, five, six and seven 339.5, 340.6, 342.2, 343.7 us, LayerNorm 344.1, 345.5, 347.8, 348.4; float32
-# 342.7, 342.9, 339.3, 340.6 and 343.6, 343.6, 341.3, 342.7.
+# Of the steps of a ring one is at work, two wait for their sums, the others are on their way; four have one. An H100,
+# 1 GB, 131072, where three waited: RMSNorm 347 us with six, 337 with five. Lead, quarters of a step: 131072 with
+# four, five, six and seven 339.5, 340.6, 342.2, 343.7 us, LayerNorm 344.1, 345.5, 347.8, 348.4; float32 342.7, 342.9,
+# 339.3, 340.6 and 343.6, 343.6, 341.3, 342.7.
 GANG_STAGES, GANG_LEAST_STAGES = 5, 4
 GANG_LEAD = {2: 5, 4: 6}  # by bytes of x's type
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
@@ -337,7 +351,7 @@ def _staged_config(
     def most_threads(keeps_pace: bool) -> int:
         return STAGED_MAX_THREADS if largest else _block_threads(kind, per_thread, keeps_pace)
 
-    least_steps = LONG_LEAST_STEPS if _is_paced_part(kind, per_thread, group) else PACE_LEAST_STEPS[problem.norm]
+    least_steps = _pace_least_steps(split, device)
     most_groups = groups_in_block(most_threads(paced), group, problem.rows) if several else 1
     at_once = _threads_at_once(kind, per_thread, device)
     at_least = functools.partial(takes_at_least, problem.rows)
@@ -374,7 +388,7 @@ def _staged_config(
             stages=stages,
             # At least so much that no more blocks fit.
             shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // (blocks + 1)),
-            lead=_lead(split, stages, blocks, step_bytes) if paced else 0,
+            lead=_lead(split, stages, blocks, step_bytes, device) if paced else 0,
             paced_steps=least_steps,
             step_counters=STEP_COUNTERS if blocks > MOST_BLOCKS_A_COUNTER[problem.norm] else 1,
         )
@@ -424,6 +438,14 @@ def _is_paced_part(kind: Kind, per_thread: int, group: int) -> bool:
     return kind[0] == "layernorm" and per_thread == 24 and group < WARP
 
 
+def _pace_least_steps(split: _Split, device: Device) -> int:
+    """Of a walker, from which on it keeps pace."""
+    if _is_paced_part(split.kind, split.per_thread, split.group):
+        return LONG_LEAST_STEPS
+    usual = PACE_LEAST_STEPS[split.kind[0]]
+    return min(usual, SLOW_PACE_LEAST_STEPS) if _has_slow_memory(split.kind, device) else usual
+
+
 def has_short_rows(x: str, vector: bool, per_thread: int, least_columns: int) -> bool:
     """SHORT_ROWS of columns.cuh, where blocks have so many columns of a row or more.
 
@@ -466,8 +488,23 @@ def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pa
     return STAGED_LARGE_RING_BYTES if keeps_pace and large else STAGED_RING_BYTES
 
 
-def _lead(split: _Split, stages: int, blocks: int, step_bytes: int) -> int:
-    """In quarters of a step, given the blocks of a multiprocessor and the bytes of a step.
+def _lead(split: _Split, stages: int, blocks: int, step_bytes: int, device: Device) -> int:
+    """In quarters of a step, given the blocks of a multiprocessor and the bytes of a step."""
+    norm = split.kind[0]
+    lead = _usual_lead(split, stages, blocks, step_bytes)
+    if not lead or blocks > SLOW_MOST_BLOCKS or not _has_slow_memory(split.kind, device):
+        return lead
+    return min(lead - SLOW_LESS_LEAD[norm], SLOW_MOST_LEAD[norm])
+
+
+def _has_slow_memory(kind: Kind, device: Device) -> bool:
+    """Whether pace is kept as SLOW_LESS_LEAD has it."""
+    _, x, dy, _, _ = kind
+    return device.has_slow_memory and ITEMSIZE[x] == ITEMSIZE[dy] == 2
+
+
+def _usual_lead(split: _Split, stages: int, blocks: int, step_bytes: int) -> int:
+    """The same where memory is fast.
 
     RMSNorm's rows of a warp that 24 columns a thread do not fill keep no pace where eight blocks share a
     multiprocessor, which is so of rows with gaps alone. 16-bit types, an H100, 1 GB, N=640 432 → 373 us, 704 392 → 370,

@@ -50,6 +50,7 @@ class Device(NamedTuple):
     compute_capability: tuple[int, int]
     multiprocessors: int
     shared_bytes: int  # that one block may have
+    memory_gbps: int = 0  # between it and its memory, by the clock; 0: unknown
 
     @property
     def has_clusters(self) -> bool:
@@ -60,6 +61,11 @@ class Device(NamedTuple):
     def has_large_shared_memory(self) -> bool:
         """As devices for data centres have: 227 KB for a block and not 99 (compute capability 12)."""
         return (9, 0) <= self.compute_capability < (12, 0)
+
+    @property
+    def has_slow_memory(self) -> bool:
+        """Clearly less for a multiprocessor than an H200's 37 GB/s, as most choices have it: an H100 has 25."""
+        return 0 < self.memory_gbps < 33 * self.multiprocessors
 
     @property
     def largest_cluster(self) -> int:
@@ -107,7 +113,8 @@ class ForwardConfig(NamedTuple):
     cluster: int = 1
     stages: int = 0
     shared_bytes: int = 0
-    drawn_part: float = 0.0  # of the steps of a long launch
+    drawn_part: float = 0.0  # of the steps of a long launch,
+    drawn_steps: int = 16  # where each walker has so many
     lead: int = 0  # of a walker, in quarters of a step, where pace is kept
     paced_steps: int = PACE_FORWARD_LEAST_STEPS  # of a walker, from which on it is
     step_counters: int = 1
@@ -249,7 +256,8 @@ def counts_to_try(most: int) -> tuple[int, ...]:
 
 def staged_static_bytes(x_name: str, cluster: int) -> int:
     """What a block takes beside its dynamic shared memory: the system's kilobyte, BlockState, what meet() declares, or
-    in the forward pass numbers of steps, and PaceState. What gangs have in place of BlockState's sums is no larger."""
+    in the forward pass numbers of steps, and PaceState. In place of BlockState's sums gangs have 128 bytes more, for
+    which there is room."""
     barriers = 8 + 16 + 32 * STAGED_MOST_STAGES * STAGED_MOST_TEAMS
     warps = STAGED_MAX_THREADS // WARP * (32 + 8 * cluster * compute_itemsize(x_name))
     return 1024 + divide_up(barriers + warps + 64 + 48, 128) * 128
@@ -270,9 +278,15 @@ def triad_definitions(x_name: str, streaming: bool) -> tuple[str, ...]:
 
 
 def staged_definitions(
-    per_thread: int, cluster: int, part: bool, paced: bool, short: bool = False, gaps: bool = False
+    per_thread: int,
+    cluster: int,
+    part: bool,
+    paced: bool,
+    short: bool = False,
+    gaps: bool = False,
+    draws: bool = False,
 ) -> tuple[str, ...]:
-    switches = {"PACED=1": paced, "SHORT_ROWS=1": short, "ROW_GAPS=1": gaps}
+    switches = {"PACED=1": paced, "SHORT_ROWS=1": short, "ROW_GAPS=1": gaps, "DRAW_SHORT_ROWS=1": draws}
     others = (definition for definition, on in switches.items() if on)
     return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}", *part_definitions(part), *others
 

@@ -72,15 +72,39 @@ FORWARD_MORE_STAGES_COLUMNS, FORWARD_MORE_STAGES_PART_COLUMNS = (40, 64), (24,)
 # N=256 182 → 172 us with a half, 174 with a quarter, N=4096 171 → 168 with a quarter, LayerNorm 179 → 174; of blocks
 # alone on their multiprocessor, RMSNorm N=7168 177 → 168 with an eighth, 172 with a quarter. N=384, with 24 columns a
 # thread, takes 169 us with a quarter and 171 with a half.
-DRAWN_PART, DRAWN_PART_SHORT, DRAWN_PART_ALONE = 1 / 4, 1 / 2, 1 / 8
+# Where memory is slow (True) more, and in shorter launches. An H100, 1 GB: RMSNorm 1024 232.2 → 230.1 us, 4096 231.9 →
+# 229.9, LayerNorm 234.2 → 231.8, 232.7 → 230.5, 14336, alone, 234.7 → 231.3; with ten steps a walker and more, 100 MB,
+# RMSNorm 1024 28.4 → 27.6, 6144 28.5 → 27.8, LayerNorm 29.1 → 28.0, 30.4 → 29.0; 150 MB 39.5 → 38.2, 40.3 → 39.0,
+# 41.0 → 39.7, 42.1 → 40.1.
+DRAWN_PART, DRAWN_PART_SHORT, DRAWN_PART_ALONE = {False: 1 / 4, True: 1 / 2}, 1 / 2, {False: 1 / 8, True: 1 / 4}
+DRAWN_LEAST_STEPS = {False: 16, True: 10}
+# There LayerNorm's rows of a warp or less draw, too, by kernels of their own: 1 GB, an H100, N=64 252.6 → 235.8 us, 128
+# 248.3 → 233.8, 384 245.4 → 230.8, 512 243.2 → 230.1, float32 64 246.8 → 237.0, 512 240.3 → 231.7; 100 MB 64 32.0 →
+# 29.9, 128 30.8 → 30.0, 384 30.4 → 29.1, but 512 29.6 → 30.0; 50 MB −0.3 to +0.2. Where memory is fast, or nothing is
+# drawn, it loses: with all of an H100's memory for 92 of its multiprocessors 128 172.5 → 188.2, 512 169.8 → 179.4.
+# float64, single columns and gaps were not timed.
+DRAW_SHORT_ROWS_MOST_ITEMSIZE = 4
 # Forward, in clusters, RMSNorm, 1 GB, with nine, ten, eleven and twelve: N=14336 166.8, 166.7, 166.9, 167.7 us, 32768
 # 165.4, 165.5, 165.7, 166.4, 65536 166.5, 166.1, 166.6, 167.1. Of 64 columns a thread, by blocks of a cluster, each
 # with three to six: RMSNorm, N=131072 172.6, 167.5, 166.7, 167.1 us; LayerNorm, 32768 182.4, 172.1, 167.7, 168.6; with
 # five to seven 65536 169.7, 168.0, 171.7, 131072 169.4, 168.9, 169.9, and slower with more; 262144 170.5 without, with
 # eight to twenty 173.7 to 174.0 (compiled for pace all the same: else 172.4, beside 169.5).
-LEAD_FORWARD = 10
-LEAD_FORWARD_MANY = {"rmsnorm": {8: 5, 16: 5}, "layernorm": {2: 5, 4: 6, 8: 6, 16: 0}}
+# Where memory is slow (True), an H100, RMSNorm, 1 GB, with ten, eight and six: 14336 230.8, 228.0, 226.5, 32768 230.6,
+# 228.2, 225.7, 65536 230.1, 228.6, 227.6; of 64 columns with five, four, three and one 131072 230.5, 228.6, 227.8,
+# 236.1; LayerNorm with six, five, four and two 32768 229.2, 229.8, 239.6, 239.5, 65536 236.3, 233.4, 231.0, 245.5,
+# 131072 233.5, 231.9, 229.8, 244.7, 262144 without, with five and seven 239.4, 230.5, 232.7.
+LEAD_FORWARD = {False: 10, True: 6}
+LEAD_FORWARD_MANY = {
+    False: {"rmsnorm": {8: 5, 16: 5}, "layernorm": {2: 5, 4: 6, 8: 6, 16: 0}},
+    True: {"rmsnorm": {8: 4, 16: 4}, "layernorm": {2: 5, 4: 5, 8: 4, 16: 5}},
+}
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
+# Where memory is slow, RMSNorm in vectors, if each walker has so many steps at least and fewer than so many. 100 MB, an
+# H100, with 48, 80, 96, 112, 128 KB: N=128 29.3, 28.8, 28.3, 28.3, 28.2 us, 512 29.1, 28.6, 28.3, 28.1, 28.2, 1024
+# 28.1, 28.0, 27.6, 27.5, 27.3, 8192 29.2, 28.8, 28.4, 28.7, 28.8, 16384 29.4, 28.7, 28.6, 28.7, 28.7; but 50 MB, with
+# 48 and 112, 4096 16.2 and 16.6, 25 MB 512 11.2 and 11.7, and LayerNorm, 100 MB, 384 30.2 and 30.6, 4096 29.1 and 29.6
+# (not there). Where memory is fast, as above, 8192 lost, 23.2 → 23.7, 200 MB 37.9 → 39.9.
+SLOW_FORWARD_RING_BYTES, SLOW_FORWARD_RING_STEPS = 112 << 10, (10, 48)
 # Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more:
 # at N=65536 and 1 GB 210 us with 32, 182 with 64. RMSNorm there takes 174 with 32 and 178 with 64, but gains from 48:
 # N=12288, in one block, not in two of 24, 176 → 170 us, 43008, in four, not in eight, 195 → 174 (98304, which takes
@@ -142,14 +166,17 @@ def forward_part_of_warp_lanes(x: str, vector: bool, choice: Choice, device: Dev
     return of_choice(FORWARD_PART_OF_WARP_LANES[vector].get(ITEMSIZE[x], {}), choice, device)
 
 
-def _drawn_part(norm: str, x: str, held: tuple[int, int], cluster: int, blocks: int) -> float:
+def may_draw_short_rows(norm: str, x: str, vector: bool) -> bool:
+    """Whether there are kernels in which LayerNorm's rows of a warp or less draw steps (DRAW_SHORT_ROWS)."""
+    return norm == "layernorm" and vector and ITEMSIZE[x] <= DRAW_SHORT_ROWS_MOST_ITEMSIZE
+
+
+def _drawn_part(x: str, held: tuple[int, int], blocks: int, device: Device) -> float:
     """`held` is what short_row() or staged_threads() chose, `blocks` how many share a multiprocessor."""
     whole_warps = has_whole_warps(x, held)
-    if cluster > 1 or not (whole_warps or norm == "rmsnorm"):  # kDraws of forward_staged.cu
-        return 0.0
     if blocks == 1:
-        return DRAWN_PART_ALONE
-    return DRAWN_PART if whole_warps or held[0] == 24 else DRAWN_PART_SHORT
+        return DRAWN_PART_ALONE[device.has_slow_memory]
+    return DRAWN_PART[device.has_slow_memory] if whole_warps or held[0] == 24 else DRAWN_PART_SHORT
 
 
 def forward_keeps_pace(norm: str, held: tuple[int, int], cluster: int, vector: bool, full: bool) -> bool:
@@ -173,8 +200,17 @@ def _forward_least_stages(norm: str, x: str, held: tuple[int, int], cluster: int
     return FORWARD_STAGED_MORE_STAGES if more else FORWARD_STAGED_LEAST_STAGES
 
 
-def _forward_lead(norm: str, per_thread: int, cluster: int) -> int:
-    return LEAD_FORWARD_MANY[norm][cluster] if per_thread == FORWARD_MANY_COLUMNS_PER_THREAD else LEAD_FORWARD
+def _ring_bytes(problem: NormProblem, vector: int, groups: int, walkers: int, device: Device) -> int:
+    """What the blocks on a multiprocessor are to have in flight, if that makes more than the least stages."""
+    least, most = (takes_at_least(problem.rows, steps, groups, walkers) for steps in SLOW_FORWARD_RING_STEPS)
+    more = device.has_slow_memory and problem.norm == "rmsnorm" and vector > 1 and least and not most
+    return SLOW_FORWARD_RING_BYTES if more else FORWARD_STAGED_RING_BYTES
+
+
+def _forward_lead(norm: str, per_thread: int, cluster: int, device: Device) -> int:
+    many = per_thread == FORWARD_MANY_COLUMNS_PER_THREAD
+    slow = device.has_slow_memory
+    return LEAD_FORWARD_MANY[slow][norm][cluster] if many else LEAD_FORWARD[slow]
 
 
 def forward_config(problem: NormProblem, aligned: bool, device: Device) -> ForwardConfig:
@@ -243,13 +279,18 @@ def _forward_staged(
             room = device.shared_bytes // blocks - static_bytes
             stages = min(room // step_bytes, STAGED_MOST_STAGES)
             if stages >= FORWARD_STAGED_LEAST_STAGES:
-                wanted = FORWARD_STAGED_RING_BYTES // (blocks * step_bytes)
                 walkers = usual_clusters(cluster, device) * blocks
                 few_steps = not takes_at_least(problem.rows, FORWARD_SHORT_STEPS, groups, walkers)
+                wanted = _ring_bytes(problem, vector, groups, walkers, device) // (blocks * step_bytes)
                 stages = min(stages, max(_forward_least_stages(problem.norm, name, held, cluster, few_steps), wanted))
                 shared_bytes = b_bytes + min(step_bytes * stages + w_bytes, room)
                 paced = forward_keeps_pace(problem.norm, held, cluster, vector > 1, full=slab == per_thread * group)
-                staged = staged_definitions(per_thread, cluster, takes_part(name, held), paced, gaps=gaps)
+                short = problem.norm == "layernorm" and not has_whole_warps(name, held)
+                slow = device.has_slow_memory and not gaps
+                draws_short = short and slow and may_draw_short_rows(problem.norm, name, vector > 1)
+                draws = cluster == 1 and (draws_short or not short)  # kDraws of forward_staged.cu
+                part = takes_part(name, held)
+                staged = staged_definitions(per_thread, cluster, part, paced, gaps=gaps, draws=draws_short)
                 return ForwardConfig(
                     "forward_staged.cu",
                     "forward_staged",
@@ -260,8 +301,9 @@ def _forward_staged(
                     cluster=cluster,
                     stages=stages,
                     shared_bytes=max(shared_bytes, min(b_bytes + room, device.shared_bytes // (blocks + 1))),
-                    drawn_part=_drawn_part(problem.norm, name, held, cluster, blocks),
-                    lead=_forward_lead(problem.norm, per_thread, cluster) if paced else 0,
+                    drawn_part=_drawn_part(name, held, blocks, device) if draws else 0.0,
+                    drawn_steps=DRAWN_LEAST_STEPS[device.has_slow_memory],
+                    lead=_forward_lead(problem.norm, per_thread, cluster, device) if paced else 0,
                 )
     return None
 

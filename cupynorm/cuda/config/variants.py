@@ -41,6 +41,7 @@ from .forward import (
     forward_definitions,
     forward_keeps_pace,
     forward_part_of_warp_lanes,
+    may_draw_short_rows,
 )
 
 
@@ -101,6 +102,10 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         yield from _staged_variants(
             "forward_staged", definitions, x, device, most, choices, parts, paced, lambda *_: False
         )
+        if device.has_clusters and may_draw_short_rows(norm, x, vector):
+            for per_thread, part in ((columns_per_thread(x), False), *((n, True) for n in parts)):
+                staged = staged_definitions(per_thread, 1, part, paced=False, draws=True)
+                yield Variant("forward_staged.cu", ("forward_staged",), (*definitions, *staged))
     for x in sorted({compute_name(x) for x in FLOAT_NAMES}):
         yield Variant("widen_w.cu", ("widen_w",), widening_definitions(x))
     for x, streaming in product(FLOAT_NAMES, (False, True)):

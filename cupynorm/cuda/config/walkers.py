@@ -19,7 +19,6 @@ from .common import (
     name_of,
 )
 
-DRAWN_LEAST_STEPS = 16  # of a walker, from which on some are drawn: DRAWN_PART of forward.py
 # One walker on a multiprocessor then beats two: LayerNorm, 1017x4096, where walkers met, 19.7 us, 21.0 with two.
 FEW_ROWS_A_WALKER = 4
 # With fewer steps a walker there are as few walkers as take no more steps each, if these are such a part or more:
@@ -61,8 +60,13 @@ COLUMN_BLOCKS_WALKERS = 3 / 4
 # Half as many where more walkers have something to do, by the blocks of a cluster, with at most so many rows of a
 # thread, without and with db: 25 MB, LayerNorm, N=4096 16.1 → 15.6 us, 32768 19.2 → 17.0; RMSNorm, 12 MB, 4096 10.7 →
 # 10.3, 25 MB 15.0 → 15.4, but 32768 17.6 → 15.6. Larger clusters lost (LayerNorm, 25 MB, N=131072 21.2 → 26.1), as did
-# larger types and slices of two sectors; off 16 bytes LayerNorm, 61x8191, by 15%.
-HALF_COLUMN_BLOCKS_ROWS = {1: (50, 64), 2: (50, 64), 4: (64, 64)}
+# larger types and slices of two sectors; off 16 bytes LayerNorm, 61x8191, by 15%. Where memory is slow (True), fewer
+# walkers are enough: 25 MB, an H100, LayerNorm, not half as many, 2048 19.6 → 18.4 us, 4096 18.7 → 18.0, 8192 19.1 →
+# 17.8, 16384 19.5 → 18.1.
+HALF_COLUMN_BLOCKS_ROWS = {
+    False: {1: (50, 64), 2: (50, 64), 4: (64, 64)},
+    True: {1: (50, 50), 2: (50, 50), 4: (64, 64)},
+}
 # One row alone gains past the ring and, else (off 16 bytes, in clusters, of 40 columns a thread), from so many columns
 # on, LayerNorm 7.6 → 6.9 us, of 1024 6.2 → 6.6; where dw and db have another type than their sums, in any case.
 COLUMN_BLOCKS_ONE_ROW = 4096
@@ -141,7 +145,8 @@ def _column_blocks_grid(
         if found is None:
             return None
         walkers = walkers_beside(found, most)
-        if walkers < steps and together == 1 and (half := _half_as_many_column_blocks(config, problem, most // 2)):
+        alone = walkers < steps and together == 1
+        if alone and (half := _half_as_many_column_blocks(config, problem, most // 2, device)):
             found, walkers = half, walkers_beside(half, most)
         if walkers >= min(steps, COLUMN_BLOCKS_WALKERS * found.blocks / config.slabs):
             if config.gang:  # what whole gangs leave: 25 MB, RMSNorm, 163840, with 32 blocks, not 40, 22.9 → 28.0 us
@@ -156,9 +161,11 @@ def has_column_blocks(config: BackwardConfig, problem: NormProblem, device: Devi
     return _column_blocks_grid(config, problem, blocks_at_once, device) is not None
 
 
-def _half_as_many_column_blocks(config: BackwardConfig, problem: NormProblem, most: int) -> _ColumnBlocks | None:
+def _half_as_many_column_blocks(
+    config: BackwardConfig, problem: NormProblem, most: int, device: Device
+) -> _ColumnBlocks | None:
     x, dy = problem.x_dtype.itemsize, ITEMSIZE[name_of(problem.dy_dtype)]
-    most_rows = HALF_COLUMN_BLOCKS_ROWS.get(config.slabs)
+    most_rows = HALF_COLUMN_BLOCKS_ROWS[device.has_slow_memory].get(config.slabs)
     if most_rows is None or x != 2 or dy != 2 or "VECTOR=1" not in config.definitions:
         return None
     found = _column_blocks(config, problem, most)
@@ -262,7 +269,7 @@ def forward_steps(config: ForwardConfig, rows: int, walkers: int) -> tuple[int, 
     all_steps = divide_up(rows, config.groups)
     steps = int(all_steps * (1 - config.drawn_part)) // walkers
     # What the ring begins with is not drawn.
-    if not config.drawn_part or all_steps < DRAWN_LEAST_STEPS * walkers or steps < config.stages:
+    if not config.drawn_part or all_steps < config.drawn_steps * walkers or steps < config.stages:
         return least_steps(config.groups, rows, walkers), rows, 0
     return steps, steps * walkers * config.groups, all_steps - steps * walkers
 
