@@ -7,6 +7,9 @@ cupynorm/cuda/config, to Python literals:
 
     python asv_bench/compare.py HEAD~1 . ".:STAGED_RING_BYTES=131072,LEAD_BYTES=98304" --only 4096
 
+With --multiprocessors N the device has no more than these, and all of its memory (occupy.py): 92 of an H100's 132, with
+sizes as much smaller, make an H200 of it.
+
 The rows are those of roofline.py. In each round every tree has its turn, in a process of its own; what a tree reads is
 the median over the rounds, each of which is a median itself. Machines drift: compare within a row, and look at
 `spread`, how far the rounds of the first tree lie apart.
@@ -25,7 +28,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    import occupy
     from roofline import rows_of
 
     from cupynorm import cli
@@ -61,12 +65,14 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     rows = rows_of(options)
     if options.turn is not None:
         xp, _ = cli.pick_device(options.device)
-        seconds_of_rows = seconds_of(rows, options.trees[options.turn].settings, xp)
+        seconds_of_rows = seconds_of(rows, options.trees[options.turn].settings, xp, options.multiprocessors)
         print(json.dumps([str(Path(bench.__file__).resolve()), seconds_of_rows]))
         return 0
     with ExitStack() as files:
         target = cli.writable(files, "--csv", options.csv)
         xp, _ = cli.pick_device(options.device)
+        if options.multiprocessors:
+            occupy.check(xp, options.multiprocessors)
         names = list(map(str, range(1, len(options.trees) + 1)))
         arguments = [*arguments, "--device", "numpy" if xp.__name__ == "numpy" else "cuda"]  # the same for all
         seconds: list[list[list[float]]] = all_turns(__file__, options, arguments)
@@ -154,14 +160,26 @@ def set_constants(settings: dict[str, Any]) -> None:
             setattr(module, name, value)
 
 
-def seconds_of(rows: Sequence[Row], settings: dict[str, Any], xp: Any) -> list[float]:
+def seconds_of(
+    rows: Sequence[Row], settings: dict[str, Any], xp: Any, multiprocessors: int | None = None
+) -> list[float]:
+    import occupy
     from roofline import inputs_of
 
     set_constants(settings)
+    if multiprocessors:
+        occupy.shrink(multiprocessors)
     seconds = []
     for row in rows:
         inputs = inputs_of(row, xp)
-        seconds.append(bench.time_call(lambda case=row.case, inputs=inputs: bench.call(case, inputs), xp))
+
+        def call(case: bench.Case = row.case, inputs: dict[str, Any] = inputs) -> Any:
+            return bench.call(case, inputs)
+
+        if multiprocessors:
+            bench.time_call(call, xp, 1)  # so that nothing is loaded, and no memory is freed, while blocks are kept
+        with occupy.occupied(xp, multiprocessors) if multiprocessors else nullcontext():
+            seconds.append(bench.time_call(call, xp))
     return seconds
 
 
@@ -184,6 +202,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = cli.Parser(prog="compare.py", description="Time the same calls with several trees, in turn.")
     add_tree_options(parser)
     parser.add_argument("--device", choices=("cuda", "numpy"), help="default: CUDA, if it is there")
+    words = "that the device is to have, on CUDA; default: all"
+    parser.add_argument("--multiprocessors", type=lambda text: cli.positive(text, int), metavar="N", help=words)
     return parser.parse_args(arguments)
 
 

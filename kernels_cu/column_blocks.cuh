@@ -65,7 +65,8 @@ private:
         if (const int column = first_column + own; column < a.columns) {
             const X* x = a.x + row_thread * a.x_row_stride + column;
             const Dy* dy = a.dy + row_thread * a.dy_row_stride + column;
-            if (a.rows <= a.row_threads) {  // the same bits, by less code, for which few rows wait
+            // The same bits, by less code, for which few rows wait: an H100, LayerNorm, 1x128 5.6 → 5.1 us, 1x1024 5.8 → 5.6.
+            if (a.rows <= a.row_threads) {
                 add_batch<1>(sums, row_thread, x, dy);
             } else {
                 for (int row = row_thread; row < a.rows; row += kBatch * a.row_threads) {

@@ -225,7 +225,7 @@ private:
 // more of the last steps, each by a number that a counter hands out. What a row comes to does not depend on who does it.
 // Numbers are drawn so early that the ring is never empty for want of one. Not by clusters: where their blocks met before each
 // of these steps, they took 5 to 19% more; where numbers came by remote stores, 1 to 3% less at 1 GB, but up to 5% more at
-// 100 MB. By LayerNorm's rows of a warp or less, whose steps more instructions make longer, where memory is slower than these.
+// 100 MB. By LayerNorm's rows of a warp or less only where memory is slow, for more instructions make their steps longer.
 //
 //   DRAW_SHORT_ROWS  1: LayerNorm's rows of a warp or less draw
 #ifndef DRAW_SHORT_ROWS

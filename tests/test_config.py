@@ -757,15 +757,17 @@ def test_forward_blocks_of_an_h200(norm, name, columns, per_thread, threads, blo
     assert blocks_at_once(chosen, device) == blocks
 
 
-def test_walks_and_drawn_steps_cover_all_rows():
+@pytest.mark.parametrize("name", ["sm_90", "sm_90_slow"])
+def test_walks_and_drawn_steps_cover_all_rows(name):
     """Each row is in one walk or in a step that is drawn; in long launches, a part of what the walkers would take."""
     for columns in (128, 384, 768, 1024, 4096, 6144, 16384, 65536):
         problem = backward(columns, "bfloat16", "bfloat16", norm="rmsnorm")
         problem = forward_of(problem)
-        chosen = config.forward_config(problem, True, DEVICES["sm_90"])
+        chosen = config.forward_config(problem, True, DEVICES[name])
         assert (chosen.drawn_part > 0) == (columns < 16384), columns
-        layernorm = config.forward_config(replace(problem, norm="layernorm"), True, DEVICES["sm_90"])
-        assert (layernorm.drawn_part > 0) == (512 < columns < 32768), columns
+        layernorm = config.forward_config(replace(problem, norm="layernorm"), True, DEVICES[name])
+        least = 0 if DEVICES[name].has_slow_memory else 512
+        assert (layernorm.drawn_part > 0) == (least < columns < 32768), columns
         for walkers, steps, more in product((1, 30, 528), (1, 15, 16, 17, 100, 1000), (-1, 0, 1)):
             rows = walkers * steps * chosen.groups + more
             own, walk_rows, drawn_steps = config.forward_steps(chosen, rows, walkers)
@@ -1331,15 +1333,31 @@ def test_where_memory_is_slow_a_walker_has_fewer_steps_before_the_others(norm, c
     assert config.backward_config(problem, True, DEVICES["sm_90_slow"]).lead == quarters
 
 
-def test_where_memory_is_slow_blocks_of_a_warp_keep_their_lead():
-    """Rows with gaps: eight blocks on a multiprocessor; of two warps there are four."""
-    for norm, columns in product(("rmsnorm", "layernorm"), (1024, 2048)):
-        stride = columns + 64
+def test_where_memory_is_slow_rows_with_gaps_of_a_warp_or_less_keep_their_lead():
+    """Eight blocks on a multiprocessor, or several rows to a block; of rows of two warps there are four."""
+    for norm, columns in product(("rmsnorm", "layernorm"), (128, 512, 1024, 2048)):
+        stride = columns + 8
         problem = replace(
             backward(columns, "bfloat16", "bfloat16", 1 << 18, norm), x_row_stride=stride, dy_row_stride=stride
         )
         fast, slow = (config.backward_config(problem, True, DEVICES[name]) for name in ("sm_90", "sm_90_slow"))
-        assert (slow.lead == fast.lead) == (columns == 1024), (norm, fast.lead)
+        assert fast.lead > 0
+        assert ((slow.lead, slow.paced_steps) == (fast.lead, fast.paced_steps)) == (columns <= 1024), (norm, columns)
+
+
+def test_where_memory_is_slow_steps_are_drawn_from_ten_steps_on():
+    """Whatever the ring holds; but where that has its least stages, so many steps are not drawn."""
+    device = DEVICES["sm_90_slow"]
+    for norm, columns, steps in product(("rmsnorm", "layernorm"), range(64, 4097, 8), (10, 12, 15)):
+        problem = forward_of(backward(columns, "bfloat16", "bfloat16", 1 << 20, norm))
+        chosen = config.forward_config(problem, True, device)
+        if chosen.kernel != "forward_staged" or not chosen.drawn_part:
+            continue
+        walkers = device.multiprocessors * blocks_at_once(chosen, device)
+        chosen = config.forward_config(replace(problem, rows=steps * walkers * chosen.groups), True, device)
+        usual = config.forward_config(replace(problem, rows=steps * walkers * chosen.groups), True, DEVICES["sm_90"])
+        drawn_steps = config.forward_steps(chosen, steps * walkers * chosen.groups, walkers)[2]
+        assert drawn_steps > 0 or usual.stages > steps * chosen.drawn_part, (norm, columns, steps, chosen.stages)
 
 
 @pytest.mark.parametrize(

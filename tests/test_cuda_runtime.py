@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -150,23 +150,43 @@ def assert_a_graph_gives(stream: Any, call: Callable[[], Any], out: tuple[Any, .
             assert_same_bits(out, expected)
 
 
-@pytest.mark.parametrize("columns", [128, 384, 1001, 1024, 4096, 6144])
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
-def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, slow: bool, norm: str, columns: int) -> None:
-    """Rows of steps that are drawn have the bits that they have alone: in one call after another, on two streams at
-    once, and in a graph, each of which has a counter of its own. Whatever the device's memory, as if it were fast or
-    slow."""
+@pytest.fixture
+def of_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Has launch choices see a device whose memory is slow, or not."""
     from cupynorm import dispatch
-    from cupynorm.cuda import config, launch
+    from cupynorm.cuda import launch
 
     device_of = launch.device_of
-    monkeypatch.setattr(launch, "device_of", lambda number: device_of(number)._replace(memory_gbps=int(slow)))
+
+    def pretend(slow: bool) -> None:
+        monkeypatch.setattr(launch, "device_of", lambda number: device_of(number)._replace(memory_gbps=int(slow)))
+        dispatch.plan_of.cache_clear()
+
+    yield pretend
+    dispatch.plan_of.cache_clear()
+
+
+@pytest.mark.parametrize("columns", [128, 384, 520, 1001, 1024, 4096, 6144])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
+def test_drawn_steps(
+    cupy: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    of_memory: Callable[[bool], None],
+    slow: bool,
+    norm: str,
+    columns: int,
+) -> None:
+    """Rows of steps that are drawn have the bits that they have alone: in one call after another, on two streams at
+    once, and in a graph, each of which has a counter of its own; and the bits that they have if the memory is not
+    slow."""
+    from cupynorm.cuda import config
+
+    of_memory(False)
     drawn, divide = [], config.forward_steps
     monkeypatch.setattr(
         config, "forward_steps", lambda *given: drawn.append((*given, divide(*given)[2])) or divide(*given)
     )
-    dispatch.plan_of.cache_clear()
     rows = 48_000_000 // columns
     x = cupy.random.default_rng(columns).standard_normal((rows, columns), np.float32).astype(DTYPES["bfloat16"])
     w, b = cupy.random.default_rng(1).standard_normal((2, columns), np.float32)
@@ -176,6 +196,7 @@ def test_drawn_steps(cupy: Any, monkeypatch: pytest.MonkeyPatch, slow: bool, nor
     expected = [function(x[start : start + part], *arguments) for start in range(0, rows, part)]
     expected = tuple(cupy.concatenate(parts) for parts in zip(*expected, strict=True))
     assert not any(steps for *_, steps in drawn)
+    of_memory(slow)
     out = tuple(poisoned(cupy, like.shape, like.dtype) for like in expected)
     for _ in range(3):  # what one leaves in the counter the next one finds
         poison(out)
@@ -215,8 +236,25 @@ PACE_CASES = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "columns"), [(dtype, n) for dtype, lengths in PACE_CASES.items() for n in lengths])
-def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int, dtype: str) -> None:
+# As if memory were not slow; these as if it were, too.
+PACE_SLOW = (128, 384, 1024, 1536, 4096, 5120, 7168, 16384, 32768, 65536)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "slow"),
+    [
+        *((dtype, n, False) for dtype, lengths in PACE_CASES.items() for n in lengths),
+        *(("bfloat16", n, True) for n in PACE_SLOW),
+    ],
+)
+def test_pace(
+    cupy: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    of_memory: Callable[[bool], None],
+    columns: int,
+    dtype: str,
+    slow: bool,
+) -> None:
     """Whether walkers keep pace, and how closely, changes no bits: in one call after another, and on two streams at
     once, where blocks wait for some that have not started. What counts their steps is zero again in the end."""
     from cupynorm import dispatch
@@ -236,7 +274,7 @@ def test_pace(cupy: Any, monkeypatch: pytest.MonkeyPatch, columns: int, dtype: s
         return (*rmsnorm, *gradients, *layernorm, *cupynorm.layernorm_backward(x, w, dy, *layernorm[1:], out=out[7:]))
 
     monkeypatch.setattr(config, "pace", lambda *given: (0, keep(*given)[1]))
-    dispatch.plan_of.cache_clear()
+    of_memory(slow)
     expected = results()
     monkeypatch.setattr(config, "pace", lambda *given: asked.append(keep(*given)) or asked[-1])
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]

@@ -240,7 +240,7 @@ def test_many_steps(small_device: KernelsOnCpu, norm: str, rows: int, columns: i
 def test_drawn_steps_where_memory_is_slow(
     small_device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, norm: str, rows: int, columns: int, name: str, gap: int
 ) -> None:
-    """LayerNorm's rows of a warp or less, too, without gaps; and rows that keep pace sooner, with less lead."""
+    """LayerNorm's rows of a warp or less, too, without gaps; and the backward pass with what such memory changes."""
     monkeypatch.setitem(fake_device.ATTRIBUTES, 36, 30000)  # kHz
     case = case_of(norm, rows, columns, name)
     tensors = make_case(np, case)

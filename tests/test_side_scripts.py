@@ -43,11 +43,11 @@ def test_trees_are_timed_in_turn(
 
     monkeypatch.setattr(compare, "one_turn", one_turn)
     target = tmp_path / "trees.csv"
-    trees = [".", ".:DRAWN_LEAST_STEPS=3"]
+    trees = [".", ".:MOST_LEAD=3"]
     assert exit_status(compare.main, [*trees, *TINY, "--device", "numpy", "--csv", str(target)]) == 0
     assert turns == [0, 1, 0, 1, 0, 1]
     out = capsys.readouterr().out.splitlines()
-    assert out[1:3] == ["1: .", "2: .:DRAWN_LEAST_STEPS=3"]
+    assert out[1:3] == ["1: .", "2: .:MOST_LEAD=3"]
     with target.open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert [line["op"] for line in lines] == ["rmsnorm_backward", "layernorm_backward"]
@@ -57,7 +57,7 @@ def test_trees_are_timed_in_turn(
     }
 
 
-@pytest.mark.parametrize("words", [".", ".:DRAWN_LEAST_STEPS=3,MOST_LEAD_OF_STAGES={3: 1}", "HEAD"])
+@pytest.mark.parametrize("words", [".", ".:MOST_LEAD=3,MOST_LEAD_OF_STAGES={3: 1}", "HEAD"])
 def test_a_tree_is_timed_by_a_process_of_its_own(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     if words == "HEAD" and not ((ROOT / ".git").exists() and shutil.which("git")):
         pytest.skip("needs git and its history")
@@ -74,10 +74,10 @@ def test_settings_reach_the_launch_choices(monkeypatch: pytest.MonkeyPatch) -> N
 
     for module in (config.common, config.backward, config.walkers):
         monkeypatch.setattr(module, "STEP_COUNTERS", 2)
-    monkeypatch.setattr(config.walkers, "DRAWN_LEAST_STEPS", 2)
+    monkeypatch.setattr(config.backward, "MOST_LEAD", 2)
     (row,) = roofline.rows_of(compare.parse([".", *TINY, "--ops", "rmsnorm_backward"]))
-    assert len(compare.seconds_of([row], {"DRAWN_LEAST_STEPS": 5, "STEP_COUNTERS": 8}, np)) == 1
-    assert config.walkers.DRAWN_LEAST_STEPS == 5
+    assert len(compare.seconds_of([row], {"MOST_LEAD": 5, "STEP_COUNTERS": 8}, np)) == 1
+    assert config.backward.MOST_LEAD == 5
     assert {module.STEP_COUNTERS for module in (config.common, config.backward, config.walkers)} == {8}
 
 
@@ -85,14 +85,16 @@ def test_settings_reach_the_launch_choices(monkeypatch: pytest.MonkeyPatch) -> N
     ("arguments", "words"),
     [
         ([], ["TREE"]),
-        ([".:DRAWN_LEAST_STEPS"], ["TREE", "DRAWN_LEAST_STEPS", "NAME=VALUE"]),
-        ([".:DRAWN_LEAST_STEPS=os.getcwd()"], ["TREE", "os.getcwd"]),
+        ([".:MOST_LEAD"], ["TREE", "MOST_LEAD", "NAME=VALUE"]),
+        ([".:MOST_LEAD=os.getcwd()"], ["TREE", "os.getcwd"]),
         ([".:**{}"], ["TREE", "**{}"]),
         ([".", "--rounds", "0"], ["--rounds", "0"]),
         ([".", "--only", "7"], ["nothing to measure"]),
         (["no-such-commit", *TINY], ["TREE", "no-such-commit"]),
         ([".:NO_SUCH_CHOICE=1", *TINY], ["tree 1", "NO_SUCH_CHOICE"]),
         ([".", *TINY, "--csv", "missing/trees.csv"], ["--csv", "missing"]),
+        ([".", *TINY, "--multiprocessors", "92"], ["--multiprocessors", "CUDA"]),
+        ([".", *TINY, "--multiprocessors", "0"], ["--multiprocessors", "0"]),
     ],
 )
 def test_what_cannot_be_compared_is_said_in_one_line(

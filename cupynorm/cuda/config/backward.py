@@ -125,16 +125,16 @@ LEAD_LAYERNORM_24_COLUMNS, LEAD_LAYERNORM_CLUSTERS = 9, 8
 # 241.9, 240.3, 241.8; 128, 3584 241.3, 239.4, 240.7; 256, 7168 242.9, 246.5, 249.1, 14336 242.8, 246.1, 248.6.
 LEAD_FILLING, LEAD_FILLING_FLOAT32 = 8, {64: 7, 128: 7, 256: 5}
 # Where memory is slow, 16-bit types: less by so much, and no more than so much. 1 GB, an H100, RMSNorm, less by none,
-# two, three, four and five: N=128 (nine) 343.6, 339.8, 338.4, 337.5, 337.4 us, 1024 (seven) 339.6, 335.0, 337.2,
-# 352.0, 353.6, 4096 339.2, 336.2, 337.0, 349.3, 355.5, 7168 (six) 338.5, 335.9, 335.6, 339.4, 358.1, 10240 342.4,
-# 337.3, 337.0, 341.0, 371.7, 65536 338.5, 336.3, 335.5, 338.9, 370.5; LayerNorm 768 (nine) 348.7, 346.6, 344.6, 344.7,
-# 341.6, 1024 (seven) 344.4, 340.6, 339.0, 337.9, 339.4, 4096 345.2, 341.5, 338.6, 338.9, 344.6, 7168 (eight) 345.7,
-# 342.4, 340.7, 339.2, 337.8, 65536 344.8, 342.7, 341.3, 340.2, 339.7. In float32 by two LayerNorm 1024 338.8 → 336.0,
-# but RMSNorm 1024 339.6 → 348.5 (not there); gangs, LayerNorm, 131072 342.8 → 345.5 (not there).
+# two, three, four and five: N=128 (nine) 343.6, 339.8, 338.4, 337.5, 337.4 us, 768 (five) 339.4, 337.0, 336.3, 335.1,
+# 335.2, 1024 (seven) 339.6, 335.0, 337.2, 352.0, 353.6, 4096 339.2, 336.2, 337.0, 349.3, 355.5, 5120 (six) 340.9,
+# 337.0, 336.8, 340.6, 371.2, 7168 338.5, 335.9, 335.6, 339.4, 358.1, 65536 338.5, 336.3, 335.5, 338.9, 370.5;
+# LayerNorm 128 (seven) 347.2, 344.8, 344.4, 343.8, 343.1, 768 (nine) 348.7, 346.6, 344.6, 344.7, 341.6, 4096 (seven)
+# 345.2, 341.5, 338.6, 338.9, 344.6, 5120 (six) 343.1, 339.7, 339.2, 343.3, 382.9, 7168 (eight) 345.7, 342.4, 340.7,
+# 339.2, 337.8, 65536 344.8, 342.7, 341.3, 340.2, 339.7. In float32 by two LayerNorm 1024 338.8 → 336.0, but RMSNorm
+# 339.6 → 348.5 (not there); gangs, LayerNorm, 131072 342.8 → 345.5 (not there). Rows with gaps, a block of a warp for
+# each: RMSNorm 1024 with gaps of 64 354.8 → 375.4, LayerNorm 353.8 → 369.3 (not there), but of two warps, 2048 with
+# gaps of 8 376.0 → 366.6, 388.7 → 374.7; several to a block, with gaps, were not timed (not there).
 SLOW_LESS_LEAD, SLOW_MOST_LEAD = {"rmsnorm": 2, "layernorm": 3}, {"rmsnorm": 5, "layernorm": 4}
-# With blocks of one warp, as rows with gaps have, it lost: RMSNorm, gaps of 64, 1024 354.8 → 375.4, LayerNorm 353.8 →
-# 369.3, but of two warps, gaps of 8, 2048 376.0 → 366.6, 388.7 → 374.7.
-SLOW_MOST_BLOCKS = 4  # on a multiprocessor
 # So both gain in shorter launches, too: 100 MB, LayerNorm 1024 46.0 → 44.9, 4096 47.1 → 46.3, 8192 47.2 → 46.9 us; 50
 # MB 1024 28.2 → 27.7, 4096 29.5 → 28.7, RMSNorm 2048 27.6 → 27.1, 32768 29.7 → 28.5.
 SLOW_PACE_LEAST_STEPS = 6
@@ -443,7 +443,7 @@ def _pace_least_steps(split: _Split, device: Device) -> int:
     if _is_paced_part(split.kind, split.per_thread, split.group):
         return LONG_LEAST_STEPS
     usual = PACE_LEAST_STEPS[split.kind[0]]
-    return min(usual, SLOW_PACE_LEAST_STEPS) if _has_slow_memory(split.kind, device) else usual
+    return min(usual, SLOW_PACE_LEAST_STEPS) if _keeps_closer(split, device) else usual
 
 
 def has_short_rows(x: str, vector: bool, per_thread: int, least_columns: int) -> bool:
@@ -492,15 +492,16 @@ def _lead(split: _Split, stages: int, blocks: int, step_bytes: int, device: Devi
     """In quarters of a step, given the blocks of a multiprocessor and the bytes of a step."""
     norm = split.kind[0]
     lead = _usual_lead(split, stages, blocks, step_bytes)
-    if not lead or blocks > SLOW_MOST_BLOCKS or not _has_slow_memory(split.kind, device):
+    if not lead or not _keeps_closer(split, device):
         return lead
     return min(lead - SLOW_LESS_LEAD[norm], SLOW_MOST_LEAD[norm])
 
 
-def _has_slow_memory(kind: Kind, device: Device) -> bool:
-    """Whether pace is kept as SLOW_LESS_LEAD has it."""
-    _, x, dy, _, _ = kind
-    return device.has_slow_memory and ITEMSIZE[x] == ITEMSIZE[dy] == 2
+def _keeps_closer(split: _Split, device: Device) -> bool:
+    """Whether pace is kept as it gains where memory is slow (SLOW_LESS_LEAD)."""
+    _, x, dy, _, _ = split.kind
+    timed = ITEMSIZE[x] == ITEMSIZE[dy] == 2 and not split.gaps and (split.several or split.group > WARP)
+    return device.has_slow_memory and timed
 
 
 def _usual_lead(split: _Split, stages: int, blocks: int, step_bytes: int) -> int:

@@ -64,8 +64,11 @@ class Device(NamedTuple):
 
     @property
     def has_slow_memory(self) -> bool:
-        """Clearly less for a multiprocessor than an H200's 37 GB/s, as most choices have it: an H100 has 25."""
-        return 0 < self.memory_gbps < 33 * self.multiprocessors
+        """Clearly less for a multiprocessor than an H200's 37 GB/s, as most choices have it: an H100 has 25.
+
+        Not of compute capability 12, where nothing was timed.
+        """
+        return 0 < self.memory_gbps < 33 * self.multiprocessors and self.has_large_shared_memory
 
     @property
     def largest_cluster(self) -> int:

@@ -200,11 +200,16 @@ def _forward_least_stages(norm: str, x: str, held: tuple[int, int], cluster: int
     return FORWARD_STAGED_MORE_STAGES if more else FORWARD_STAGED_LEAST_STAGES
 
 
-def _ring_bytes(problem: NormProblem, vector: int, groups: int, walkers: int, device: Device) -> int:
-    """What the blocks on a multiprocessor are to have in flight, if that makes more than the least stages."""
-    least, most = (takes_at_least(problem.rows, steps, groups, walkers) for steps in SLOW_FORWARD_RING_STEPS)
-    more = device.has_slow_memory and problem.norm == "rmsnorm" and vector > 1 and least and not most
-    return SLOW_FORWARD_RING_BYTES if more else FORWARD_STAGED_RING_BYTES
+def _wanted_stages(
+    problem: NormProblem, vector: int, groups: int, walkers: int, bytes_of_steps: int, device: Device
+) -> int:
+    """As many as the blocks on a multiprocessor, whose steps are of so many bytes together, are to have in flight."""
+    stages, steps = FORWARD_STAGED_RING_BYTES // bytes_of_steps, divide_up(problem.rows, groups) // walkers
+    least, below = SLOW_FORWARD_RING_STEPS
+    if device.has_slow_memory and problem.norm == "rmsnorm" and vector > 1 and least <= steps < below:
+        # With more than the steps that are not drawn, nothing would be.
+        return max(stages, min(SLOW_FORWARD_RING_BYTES // bytes_of_steps, steps // 2))
+    return stages
 
 
 def _forward_lead(norm: str, per_thread: int, cluster: int, device: Device) -> int:
@@ -281,7 +286,7 @@ def _forward_staged(
             if stages >= FORWARD_STAGED_LEAST_STAGES:
                 walkers = usual_clusters(cluster, device) * blocks
                 few_steps = not takes_at_least(problem.rows, FORWARD_SHORT_STEPS, groups, walkers)
-                wanted = _ring_bytes(problem, vector, groups, walkers, device) // (blocks * step_bytes)
+                wanted = _wanted_stages(problem, vector, groups, walkers, blocks * step_bytes, device)
                 stages = min(stages, max(_forward_least_stages(problem.norm, name, held, cluster, few_steps), wanted))
                 shared_bytes = b_bytes + min(step_bytes * stages + w_bytes, room)
                 paced = forward_keeps_pace(problem.norm, held, cluster, vector > 1, full=slab == per_thread * group)
