@@ -96,7 +96,7 @@ struct FewRowsArguments {
 
 // dx of the block's rows, one for each group. Not in line: what the walk begins with follows the kernel's first instructions.
 __device__ __noinline__ void write_few_rows(FewRowsArguments a, BlockState* state) {
-    if constexpr (kWholeWarps) a.group_threads = a.group_threads < 32 ? 32 : a.group_threads;  // never less: Columns need not divide
+    if constexpr (kWholeWarps) a.group_threads = a.group_threads < 32 ? 32 : a.group_threads;  // never: so nothing is divided
     const BlockShare share(a);
     const int64 number = int64(blockIdx.x) * share.groups + share.group;
     const bool active = number < a.rows;
