@@ -8,7 +8,7 @@ cupynorm/cuda/config, to Python literals:
     python asv_bench/compare.py HEAD~1 . ".:STAGED_RING_BYTES=131072,LEAD_BYTES=98304" --only 4096
 
 With --multiprocessors N the device has no more than these, and all of its memory (occupy.py): 92 of an H100's 132, with
-sizes as much smaller, make an H200 of it.
+sizes as much smaller, stand in for an H200.
 
 The rows are those of roofline.py. In each round every tree has its turn, in a process of its own; what a tree reads is
 the median over the rounds, each of which is a median itself. Machines drift: compare within a row, and look at

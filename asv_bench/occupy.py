@@ -1,8 +1,8 @@
 """A device with fewer multiprocessors than it has, for compare.py: blocks that do nothing keep the others.
 
 An H100 of 92 multiprocessors has as much memory for each as an H200, and with 0.7 times the rows walkers have as many
-steps. There kernels without clusters took as long as on an H200, within some 2%. Clusters find less room than on a
-whole device.
+steps. There kernels without clusters took what NOTES.md has for an H200 within some 2%, forward and short rows 5; its
+L2 cache is the whole device's, and clusters find less room.
 """
 
 from __future__ import annotations
