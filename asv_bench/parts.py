@@ -62,15 +62,15 @@ COPIES = (
     ("now.row = statistics.of(a, first_row, walk.step, j);", "now.row.rstd = 1;"),
     ("    statistics.load_next(a, first_row, walk.step, 0);\n", ""),
     (
-        "    const ColumnsAhead w_ahead(state, share, a.w, a.w_code, shared, ColumnSums::shared_bytes(blockDim.x));\n",
+        "    const ColumnsAhead w_ahead(state, block, a.w, a.w_code, shared, ColumnSums::shared_bytes(blockDim.x));\n",
         "",
     ),
     ("    w_ahead.wait();\n    w.load(w_ahead.source, a.w_code, own);\n", ""),
 )
 ARITHMETIC = (
     ("now.active = ring.wait(now.place) && j < own_count;", "now.active = j < own_count;"),
-    ("    ring.start(walk, kFirstSteps, x_part, dy_part);\n", "    ring.start(walk, 0, x_part, dy_part);\n"),
-    ("    ring.start_others(walk, kFirstSteps, x_part, dy_part);\n", ""),
+    ("ring.start<kFirstSteps>(walk, x_part, dy_part);", "ring.start<0>(walk, x_part, dy_part);"),
+    ("    ring.start_others<kFirstSteps>(walk, x_part, dy_part);\n", ""),
     (
         "            ring.fill_again(before.place, walk, j - kBehind, pace, x_part, dy_part);\n",
         "            __syncwarp();\n",

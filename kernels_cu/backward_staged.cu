@@ -12,8 +12,9 @@
 // data, the last blocks of the grid sum dw and db (column_blocks.cuh), and read x and dy once more; the others write dx alone.
 // Few rows whose dx alone the walkers write go past the ring.
 //
-// What stands before the first copies is short (by stamps, a kernel's first instructions take long; perhaps they come from
-// memory), and what is waited for is asked for in the order in which it is needed.
+// What stands before the first copies is short. By stamps (RMSNorm, N=1024, 25 MB, an H100) the first rows are asked for 1730 cycles
+// after a block starts, of which 760 go by until the first argument is there. What is waited for is asked for in the order in which
+// it is needed: w by the block's last warp, rows by the first of each team, then statistics by each warp for itself.
 #include "backward.cuh"
 #include "column_blocks.cuh"
 #include "gang.cuh"
@@ -25,13 +26,13 @@ struct StatisticsAhead {
     RowStatistics batch, next;
     int lanes;
 
-    __device__ void load_next(const BackwardArguments& a, int64 first_row, int64 step, int j) {
-        const int64 row = first_row + (j + (int(threadIdx.x) & (lanes - 1))) * step;
+    __device__ void load_next(const BackwardArguments& a, int64 first_row, unsigned step, int j) {
+        const int64 row = first_row + int64(unsigned(j) + (threadIdx.x & unsigned(lanes - 1))) * step;
         if (row >= a.rows) return;
         next.load_in_place(a, row);  // else each warp would wait here: RMSNorm, N=128, 1 GB, 247.8 → 243.6 us
     }
     // To be called for each step in turn.
-    __device__ RowStatistics of(const BackwardArguments& a, int64 first_row, int64 step, int j) {
+    __device__ RowStatistics of(const BackwardArguments& a, int64 first_row, unsigned step, int j) {
         const int lane = j & (lanes - 1);
         if (lane == 0) {
             batch = next.moved();
@@ -94,27 +95,40 @@ struct FewRowsArguments {
           group_threads(a.group_threads), slab_columns(a.slab_columns), groups(a.groups) {}
 };
 
-// dx of the block's rows, one for each group. Not in line: what the walk begins with follows the kernel's first instructions.
+// dx of the block's rows, one for each group. Not in line: what the walk begins with follows the kernel's first instructions. All
+// of a row's vectors from one address, and those that are not there afterwards: 60 instructions before the first load, not 120 (an
+// H100, 1x128 5.35 → 5.25 us, LayerNorm 5.4 → 5.2).
 __device__ __noinline__ void write_few_rows(FewRowsArguments a, BlockState* state) {
     if constexpr (kWholeWarps) a.group_threads = a.group_threads < 32 ? 32 : a.group_threads;  // never: so nothing is divided
-    const BlockShare share(a);
-    const int64 number = int64(blockIdx.x) * share.groups + share.group;
+    const BlockShare share(a, BlockColumns(a));
+    const unsigned number = blockIdx.x * share.groups + share.group;
     const bool active = number < a.rows;
     const Columns own(share.thread, a.group_threads, share.columns);
+    const X* x_row = a.x + number * a.x_row_stride + own.first;
+    const Dy* dy_row = a.dy + number * a.dy_row_stride + own.first;
+    asm volatile("" : "+l"(x_row), "+l"(dy_row));  // found here, once
     XVector x[kVectors] = {};
     DyVector dy[kVectors] = {};
     RowStatistics row = {};
-    const Compute reciprocal_columns = moved(Compute(1) / Compute(a.columns));  // before anything is waited for
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-        if (!active || share.team_columns == 0) continue;
-        const int column = own.readable(k, share.team_column);  // as in the ring, where an Inf there shows, too
-        x[k].load_streaming(a.x + number * a.x_row_stride + column);
-        dy[k].load_streaming(a.dy + number * a.dy_row_stride + column);
+        if (!active || !own.holds(k)) continue;
+        x[k].load_streaming(x_row + k * own.step());
+        dy[k].load_streaming(dy_row + k * own.step());
     }
     if (active) row.load(a, number);
     Weights w;
     w.load(a.w, a.w_code, own);
+    // Where the thread has no column, it reads what it reads in the ring, so that an Inf there shows, too.
+    if (!own.holds(kVectors - 1) && active && share.team_columns) {
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            if (own.holds(k)) continue;
+            x[k].load(x_row + share.team_column - own.first);
+            dy[k].load(dy_row + share.team_column - own.first);
+        }
+    }
+    const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
 
     Sums<Compute> sums = {Compute(0), Compute(0)};
 #pragma unroll
@@ -158,8 +172,9 @@ constexpr int kBehind = kGang ? kGangBehind : 1;
 // nor with single columns in parts of a warp (N=129 64.9 → 66.2).
 constexpr bool kPublishesInLoop = !kHoldsBack && (kVector > 1 ? kSplitsRows || !kWantDb : kWholeWarps && !kWantDb);
 
-// Steps that are asked for first of all. RMSNorm gains by two (100 MB 0.9% on average); LayerNorm and larger types do not.
-constexpr int kFirstSteps = !kLayerNorm && sizeof(X) == 2 && sizeof(Dy) == 2 ? 2 : 1;
+// Steps that are asked for first of all, which a ring has room for. RMSNorm gains by two (100 MB 0.9% on average), LayerNorm, an
+// H100, 25 to 100 MB by 0.4%; float32 takes as long with two.
+constexpr int kFirstSteps = sizeof(X) == 2 && sizeof(Dy) == 2 ? 2 : 1;
 
 // Ring of staged.cuh: where registers are few (LayerNorm, N=32768, 1 GB, 244.5 → 243.1 us). RMSNorm takes as long; without pace it
 // loses.
@@ -204,19 +219,20 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         if (a.few_rows) return write_few_rows(FewRowsArguments(a), &state);
     }
 
-    const BlockShare share(a, kGang ? row_blocks / unsigned(a.partial_rows) : kCluster);
+    const BlockColumns block(a, kGang ? row_blocks / unsigned(a.partial_rows) : kCluster);
+    const ColumnsAhead w_ahead(state, block, a.w, a.w_code, shared, ColumnSums::shared_bytes(blockDim.x));
+    const BlockShare share(a, block);
     const RowWalk walk(share, a.rows, a.steps, row_blocks / unsigned(share.blocks));
     const RingPart<X, true> x_part(a, share, a.x, a.x_row_stride, 0, a.read_once);
     const RingPart<Dy, true> dy_part(a, share, a.dy, a.dy_row_stride, x_part.part_bytes, a.read_once);
     char* const places = shared + ColumnSums::shared_bytes(blockDim.x);
     const Ring<kSourcesAhead> ring(places, state, share, a.stages, x_part.part_bytes + dy_part.part_bytes, a.rows, walk);
-    const Exchange exchange(state, gang_state, share, a);
     const int64 first_row = walk.first + share.group;
     StatisticsAhead statistics;
     statistics.lanes = minimum(a.group_threads, 32);
+    ring.start<kFirstSteps>(walk, x_part, dy_part);
     statistics.load_next(a, first_row, walk.step, 0);
-    const ColumnsAhead w_ahead(state, share, a.w, a.w_code, shared, ColumnSums::shared_bytes(blockDim.x));
-    ring.start(walk, kFirstSteps, x_part, dy_part);
+    const Exchange exchange(state, gang_state, share, a);
     exchange.start(share.thread);
     const PaceOf<PACED> pace(a, a.meeting->counters, pace_state, walk, share);
     announce_barriers();
@@ -227,7 +243,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     Weights w;
     w_ahead.wait();
     w.load(w_ahead.source, a.w_code, own);
-    ring.start_others(walk, kFirstSteps, x_part, dy_part);
+    ring.start_others<kFirstSteps>(walk, x_part, dy_part);
     __syncthreads();  // where w was copied to, the column sums' second level lies
 
     X* dx = a.dx + first_row * a.dx_row_stride + share.first_column + own.first;
@@ -240,7 +256,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         const char* const at = ring.place(place.stage);
         return StagedRow{x_part.in(at, share, walk.row(j)), dy_part.in(at, share, walk.row(j)), share.team_column};
     };
-    int own_count = walk.end - (first_row + (walk.end - 1) * walk.step >= a.rows);
+    int own_count = walk.end - (walk.row(walk.end - 1) + share.group >= a.rows);
     asm volatile("" : "+r"(own_count));  // found here, once
     struct Step {
         RowStatistics row;

@@ -42,8 +42,9 @@ struct ColumnSlices {
     int stride;                 // from one row thread's sums to the next in shared memory; the banks of neighbours differ
     int64 x_step, dy_step;      // from one of a thread's rows to the next
 
+    // blockDim.x is column_threads · row_threads: with a power of two for the one, the others' logarithms have the same fraction.
     __device__ explicit ColumnSlices(const ColumnArguments& a)
-        : a(a), column_threads(blockDim.x / unsigned(a.row_threads)), width(column_threads * kWideVector),
+        : a(a), column_threads(1 << (log2_of(blockDim.x) - log2_of(a.row_threads))), width(column_threads * kWideVector),
           entries(kWantDb && a.dw && a.db ? 2 * width : width), stride(entries + 16 / int(sizeof(Compute))),
           x_step(a.row_threads * a.x_row_stride), dy_step(a.row_threads * a.dy_row_stride) {}
 

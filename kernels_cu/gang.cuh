@@ -16,8 +16,8 @@
 
 #include "staged.cuh"
 
-// 1 GB, N=131072, an H100, rings of four steps: with one LayerNorm took 354 us, with two 343; of five, two and three take as long,
-// but where memory is faster three take more.
+// 1 GB, N=131072, an H100, rings of four steps: with one LayerNorm took 354 us, with two 343; of five, with two 341, with three 337,
+// but where memory is faster three take more (256, not 240).
 constexpr int kGangBehind = 2;
 // A block that posts sum j has collected sum j − kGangBehind − 1, so all have posted that, and collected the one as far before it.
 constexpr int kGangSlots = 4, kGangEntries = 8;  // of sums in a block and in memory: powers of two
@@ -66,11 +66,14 @@ template <bool kBoth> struct GangExchange {
         asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(&memory->before) : "memory");
     }
 
-    // By all threads of the block.
+    // By all threads of the block; see SumExchange.
     __device__ void start(int thread) const {
-        if (thread >= kGangSlots) return;
-        summed[thread].init(warps);
-        there[thread].init(readers);
+        if (__shfl_sync(0xffffffffu, thread / 32, 0) != warps - 1 || !elect_lane()) return;
+#pragma unroll
+        for (int slot = 0; slot < kGangSlots; ++slot) {
+            summed[slot].init(warps);
+            there[slot].init(readers);
+        }
         fence_barrier_init();
     }
 

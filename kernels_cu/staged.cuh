@@ -53,29 +53,38 @@ constexpr int kMaxStages = 8;
 constexpr bool kMayHaveTeams = kVector > 1 && (kWholeWarps || kColumnsPerThread == 32) && (kCluster < 16 || kManyColumns);
 constexpr int kTeamColumnBytes = kMayHaveTeams ? kColumnsPerThread * int(sizeof(Compute)) : 0;
 constexpr int kTeamThreads = kTeamColumnBytes < 128 ? kMaxThreads : kTeamColumnBytes % 128 == 0 ? 64 : 128;
-constexpr int kMaxTeams = kMaxThreads / kTeamThreads;
+constexpr int kTeamWarps = kTeamThreads / 32, kMaxTeams = kMaxThreads / kTeamThreads;
 constexpr int kSlots = 4;  // a warp that posts sum j knows that all others have read sum j − 4
 
-// A block's share of a row, a thread's place in the block, and what the thread's team reads of a step: some of a row's
-// columns, or the rows of some groups. No divisions, but in gangs: the first copy waits for all of this.
-struct BlockShare {
-    int groups, group, thread;
+// A block's share of a row, and a thread's warp. No division, but in gangs: the first copies wait for this, and for what follows.
+struct BlockColumns {
+    int blocks;       // that share the row
     unsigned walker;  // that the block is, or belongs to
-    int blocks, rank, first_column, columns;
+    int rank, first_column, columns;
+    unsigned warp;  // of this thread; through a shuffle, so that the compiler knows that a warp's lanes agree
+
+    template <class Arguments>
+    __device__ explicit BlockColumns(const Arguments& a, unsigned blocks = kCluster)
+        : blocks(blocks), walker(blockIdx.x / blocks),
+          rank(kGang ? blockIdx.x - walker * blocks : kClustered ? cluster_rank() : 0), first_column(rank * a.slab_columns),
+          columns(minimum(a.slab_columns, a.columns - first_column)),
+          warp(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0)) {}
+};
+
+// The same, a thread's place in the block, and what the thread's team reads of a step: some of a row's columns, or the rows of
+// some groups.
+struct BlockShare : BlockColumns {
+    int groups, group, thread;
     int team, team_thread, team_warps;
     int team_group, team_rows;      // the first of the groups whose rows it reads, and how many
     int team_column, team_columns;  // the first column, from first_column on, and how many
 
     template <class Arguments>
-    __device__ explicit BlockShare(const Arguments& a, unsigned blocks = kCluster)
-        : groups(kSplitsRows ? 1 : a.groups), group(groups > 1 ? threadIdx.x >> log2_of(a.group_threads) : 0),
-          thread(threadIdx.x - group * a.group_threads), walker(blockIdx.x / blocks), blocks(blocks),
-          rank(kGang ? blockIdx.x - walker * blocks : kClustered ? cluster_rank() : 0),
-          first_column(rank * a.slab_columns), columns(minimum(a.slab_columns, a.columns - first_column)),
-          team(0), team_group(0), team_rows(groups), team_column(0), team_columns(columns) {
-        // Through a shuffle, the compiler knows that a warp's lanes agree, and computes addresses once for all of them.
-        if (kWholeWarps && !kSplitsRows) group = __shfl_sync(0xffffffffu, group, 0);
-        if (kMaxTeams > 1) team = __shfl_sync(0xffffffffu, threadIdx.x / unsigned(kTeamThreads), 0);
+    __device__ BlockShare(const Arguments& a, const BlockColumns& columns_of_block)
+        : BlockColumns(columns_of_block), groups(kSplitsRows ? 1 : a.groups),
+          group(groups > 1 ? (kWholeWarps ? warp * 32u : threadIdx.x) >> log2_of(a.group_threads) : 0),
+          thread(threadIdx.x - group * a.group_threads), team(kMaxTeams > 1 ? warp / kTeamWarps : 0),
+          team_group(0), team_rows(groups), team_column(0), team_columns(columns) {
         team_thread = threadIdx.x - team * kTeamThreads;
         const int threads = minimum(kTeamThreads, blockDim.x - team * kTeamThreads);
         team_warps = threads >> 5;
@@ -119,16 +128,16 @@ struct alignas(16) PaceState {
     static constexpr int kLast = 16, kGivenUp = 32;  // where these lie
 };
 
-// The steps of one block, of `groups` consecutive rows each. The host divides the rows.
+// The steps of one block, of `groups` consecutive rows each. The host divides the rows. Those that all walkers take in one step are
+// few enough for 32 bits.
 struct RowWalk {
-    int64 first, step;  // the row that step 0 begins with; rows from one step to the next
-    int end;            // steps
+    unsigned first, step;  // the row that step 0 begins with; rows from one step to the next
+    int end;               // steps
 
     // Every one of `walkers` takes at least `steps` of the first `rows` rows.
     __device__ RowWalk(const BlockShare& share, int64 rows, int steps, unsigned walkers)
-        : first(int64(share.walker) * share.groups), step(int64(walkers) * share.groups),
-          end(steps + (first + steps * step < rows)) {}
-    __device__ int64 row(int j) const { return first + j * step; }
+        : first(share.walker * share.groups), step(walkers * share.groups), end(steps + (row(steps) < rows)) {}
+    __device__ int64 row(int j) const { return first + int64(unsigned(j)) * step; }
     __device__ bool has(int j) const { return j < end; }
 };
 
@@ -237,26 +246,36 @@ template <bool kSourcesAhead> struct Ring {
         barrier.arrive_expecting((parts.copy_bytes(row, parts.with_gaps(share, elements, team_rows)) + ...));
         (parts.copy(base_address + stage * stage_bytes, row, parts.with_gaps(share, elements, team_rows), barrier), ...);
     }
-    // By the first warp of each team: lane j makes the barriers of place j, and fills it with step j. The first steps, one or
-    // two, are asked for first of all, the others when these are well on their way: of what all blocks ask for at once, no
-    // part is there much before the rest.
-    template <class... Part> __device__ void start(const RowWalk& walk, int first_steps, const Part&... parts) const {
-        const int j = share.team_thread;
-        if (j >= stages) return;
-        full(j).init(1);
-        done(j).init(share.team_warps);
-        fence_barrier_init();
-        if (j < first_steps && walk.has(j) && share.team_columns) fill(j, walk.row(j), parts...);
+    // By the first warp of each team, one lane of which does all: with a lane for each place, the compiler put loops over lanes
+    // around all that is made or asked for (with w asked for by the same warp, too, an H100, 25 MB, forward, that took 2% more).
+    // The first steps are asked for first of all, the others when these are well on their way: of what all blocks ask for at
+    // once, no part is there much before the rest.
+    template <int kFirst, class... Part> __device__ void start(const RowWalk& walk, const Part&... parts) const {
+        if (!leads_team()) return;
+        if (elect_lane()) {
+#pragma unroll
+            for (int j = 0; j < kFirst; ++j) make(j);
+            fence_barrier_init();
+#pragma unroll
+            for (int j = 0; j < kFirst; ++j) {
+                if (walk.has(j) && share.team_columns) fill(j, walk.row(j), parts...);
+            }
+#pragma unroll 1
+            for (int j = kFirst; j < stages; ++j) make(j);
+            fence_barrier_init();
+        }
         if constexpr (kSourcesAhead) {
+            const int j = share.team_thread;
+            if (j >= stages) return;
             const Sources next = sources(walk.row(j + stages), parts...), now = sources(walk.row(j), parts...);
             store_sources(state(j) + PlaceState::kNext, next);
             if (j == 0) store_sources(lap, {next.first - now.first, next.second - now.second});
         }
     }
-    template <class... Part>
-    __device__ void start_others(const RowWalk& walk, int first_steps, const Part&... parts) const {
-        const int j = share.team_thread;
-        if (first_steps <= j && j < minimum(stages, walk.end) && share.team_columns) fill(j, walk.row(j), parts...);
+    template <int kFirst, class... Part> __device__ void start_others(const RowWalk& walk, const Part&... parts) const {
+        if (!leads_team() || !share.team_columns || !elect_lane()) return;
+#pragma unroll 1
+        for (int j = kFirst; j < minimum(stages, walk.end); ++j) fill(j, walk.row(j), parts...);
     }
     // By every thread of a warp that is done with step j, at `place`. The last warp's way from its arrival to the copies is one
     // that all others wait for: it is kept short.
@@ -291,6 +310,11 @@ template <bool kSourcesAhead> struct Ring {
     }
 
 private:
+    __device__ bool leads_team() const { return share.warp % kTeamWarps == 0; }
+    __device__ void make(int stage) const {
+        full(stage).init(1);
+        done(stage).init(share.team_warps);
+    }
     // The team's rows of a step that begins with `row`; not one, where it has fewer.
     __device__ int rows_of(int64 row) const {
         const int64 left = rows - row - share.team_group;
@@ -353,7 +377,7 @@ struct Pace {
         const unsigned counts = ((all - longer) * counts_of(a.steps) + longer * counts_of(a.steps + 1)) * share.blocks;
         counter = counters->steps;
         blocks = all * share.blocks;
-        counts_here = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 0;  // all lanes agree: see BlockShare
+        counts_here = share.warp == 0;
         // Half of the steps since a block's last count are done on average.
         slack = int((a.lead + 2 * (kStepsACount - 1)) * blocks / 4) + int(walk.end * blocks - steps);
         if (threadIdx.x != 0) return;
@@ -439,10 +463,11 @@ template <bool kBoth> struct SumExchange {
         asm volatile("" : "+r"(summed.address));
     }
 
-    // By all threads of a group.
+    // By all threads of a group; its last warp makes the barriers, for the first asks for rows.
     __device__ void start(int thread) const {
-        if (entries == 1 || thread >= kSlots) return;
-        summed[thread].init(kClustered ? 1 : warps);
+        if (entries == 1 || __shfl_sync(0xffffffffu, thread / 32, 0) != warps - 1 || !elect_lane()) return;
+#pragma unroll
+        for (int slot = 0; slot < kSlots; ++slot) summed[slot].init(kClustered ? 1 : warps);
         fence_barrier_init();
     }
 
@@ -501,21 +526,22 @@ template <bool kBoth> struct SumExchange {
 };
 
 // A block's columns of an array over columns, copied to `place` where they fit and are aligned. To be asked for before the
-// rows: loads behind them came 4 us later at 25 MB, also where the array had been prefetched into the L2 cache. Of one array:
-// forward, LayerNorm, 100 MB, w and b so took up to 9% more than w alone.
+// rows: loads behind them came 4 us later at 25 MB, also where the array had been prefetched into the L2 cache, and copies behind
+// the first rows took calls of 6 MB 5 to 10% more. By the block's last warp, for the first asks for rows. Of one array: forward,
+// LayerNorm, 100 MB, w and b so took up to 9% more than w alone.
 struct ColumnsAhead {
     Barrier there;
     const void* source;  // the block's first column, once wait() has returned
     bool copied;
 
-    __device__ ColumnsAhead(BlockState& state, const BlockShare& share, const void* base, int code, void* place,
+    __device__ ColumnsAhead(BlockState& state, const BlockColumns& block, const void* base, int code, void* place,
                             int place_bytes)
-        : there{shared_address(&state.columns_there)}, source(column_address(base, code, share.first_column)) {
+        : there{shared_address(&state.columns_there)}, source(column_address(base, code, block.first_column)) {
         const bool aligned = unsigned(reinterpret_cast<unsigned long long>(source)) % 16 == 0;
-        const int bytes = (share.columns * element_bytes(code) + 15) / 16 * 16;  // whole words that hold a column
+        const int bytes = (block.columns * element_bytes(code) + 15) / 16 * 16;  // whole words that hold a column
         copied = base && aligned && bytes <= place_bytes;
         if (!copied) return;
-        if (threadIdx.x == 0) {
+        if (block.warp == (blockDim.x - 1) / 32 && elect_lane()) {
             there.init(1);
             fence_barrier_init();
             there.arrive_expecting(bytes);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -913,6 +914,19 @@ def test_gangs_are_no_larger_than_the_device_and_of_one_type():
     assert config.backward_config(
         backward(262144, "bfloat16", "bfloat16"), True, hopper._replace(multiprocessors=32)
     ).gang
+
+
+@pytest.mark.parametrize(
+    ("file_name", "least"),
+    [
+        ("backward_staged.cu", min(config.backward.STAGED_LEAST_STAGES, config.backward.GANG_LEAST_STAGES)),
+        ("forward_staged.cu", config.forward.FORWARD_STAGED_LEAST_STAGES),
+    ],
+)
+def test_a_ring_has_room_for_the_steps_that_are_asked_for_first(file_name, least):
+    text = (module.source_directory() / file_name).read_text(encoding="utf-8")
+    (steps,) = re.findall(r"constexpr int kFirstSteps = (?:.*\?)?([ \d:]+);", text)
+    assert 1 <= max(map(int, re.findall(r"\d", steps))) <= least
 
 
 def test_kernels_and_launches_agree_on_what_gangs_exchange():

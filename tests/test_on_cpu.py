@@ -131,6 +131,7 @@ STAGED = ("backward_staged", "forward_staged")
         (30, 640, ("bfloat16", "", "float32"), 1),
         (20, 1100, ("bfloat16", "", None), 21),
         (20, 700, ("float32", "", "float32"), 3),
+        (20, 1040, ("float64", "", "float64"), 4),  # 96 threads
     ],
 )
 def test_few_rows(

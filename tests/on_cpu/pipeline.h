@@ -91,7 +91,10 @@ inline void copy_16_bytes(SharedAddress target, const void* source) {
     std::memcpy(reinterpret_cast<void*>(target), source, 16);
 }
 inline void wait_for_counts() {}
-inline bool elect_lane() { return threadIdx.x % 32 == 0; }
+inline bool elect_lane() {
+    on_cpu::sync_warp();  // of all lanes
+    return threadIdx.x % 32 == 0;
+}
 inline int dynamic_shared_bytes() { return on_cpu::shared_bytes; }
 
 inline int cluster_rank() { return 0; }

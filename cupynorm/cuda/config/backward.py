@@ -131,12 +131,15 @@ LEAD_FILLING, LEAD_FILLING_FLOAT32 = 8, {64: 7, 128: 7, 256: 5}
 # LayerNorm 128 (seven) 347.2, 344.8, 344.4, 343.8, 343.1, 768 (nine) 348.7, 346.6, 344.6, 344.7, 341.6, 4096 (seven)
 # 345.2, 341.5, 338.6, 338.9, 344.6, 5120 (six) 343.1, 339.7, 339.2, 343.3, 382.9, 7168 (eight) 345.7, 342.4, 340.7,
 # 339.2, 337.8, 65536 344.8, 342.7, 341.3, 340.2, 339.7. In float32 by two LayerNorm 1024 338.8 → 336.0, but RMSNorm
-# 339.6 → 348.5 (not there); gangs, LayerNorm, 131072 342.8 → 345.5 (not there). Rows with gaps, a block of a warp for
-# each: RMSNorm 1024 with gaps of 64 354.8 → 375.4, LayerNorm 353.8 → 369.3 (not there), but of two warps, 2048 with
-# gaps of 8 376.0 → 366.6, 388.7 → 374.7; several to a block, with gaps, were not timed (not there).
+# 339.6 → 348.5 and 16384 longer, though 256 and 4096 shorter (not there); gangs, LayerNorm, 131072 342.8 → 345.5 (not
+# there). Rows with gaps, a block of a warp for each: RMSNorm 1024 with gaps of 64 354.8 → 375.4, LayerNorm 353.8 →
+# 369.3 (not there), but of two warps, 2048 with gaps of 8 376.0 → 366.6, 388.7 → 374.7; several to a block, with gaps,
+# were not timed (not there).
 SLOW_LESS_LEAD, SLOW_MOST_LEAD = {"rmsnorm": 2, "layernorm": 3}, {"rmsnorm": 5, "layernorm": 4}
-# So both gain in shorter launches, too: 100 MB, LayerNorm 1024 46.0 → 44.9, 4096 47.1 → 46.3, 8192 47.2 → 46.9 us; 50
-# MB 1024 28.2 → 27.7, 4096 29.5 → 28.7, RMSNorm 2048 27.6 → 27.1, 32768 29.7 → 28.5.
+# So both gain in shorter launches, too. From twelve steps on, 100 MB, LayerNorm 1024 46.0 → 44.9, 4096 47.1 → 46.3,
+# 8192 47.2 → 46.9 us; from eight on, 50 MB, 1024 28.2 → 27.7, 4096 29.5 → 28.7, RMSNorm 2048 27.6 → 27.1, 32768 29.7
+# → 28.5; with six and seven steps RMSNorm, 42 MB, 1024 23.6 → 23.3, 5120 24.7 → 24.3, 8192 25.0 → 24.5, 50 MB 5120 27.9
+# → 27.1, LayerNorm, 42 MB, 256 25.5 → 25.3, 4096 26.5 → 26.4, 50 MB 10240 32.1 → 32.2 (in another run 32.7 → 33.3).
 SLOW_PACE_LEAST_STEPS = 6
 # Rows that no cluster of eight holds go to gangs (gang.cuh), in place of clusters of sixteen and, longer ones, of two
 # sweeps over memory. An H100, 1 GB, RMSNorm N=98304 337 → 341 us, 131072 339 → 339, 196608 344 → 340, 262144 348 →

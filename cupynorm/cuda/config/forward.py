@@ -80,9 +80,9 @@ DRAWN_PART, DRAWN_PART_SHORT, DRAWN_PART_ALONE = {False: 1 / 4, True: 1 / 2}, 1 
 DRAWN_LEAST_STEPS = {False: 16, True: 10}
 # There LayerNorm's rows of a warp or less draw, too, by kernels of their own: 1 GB, an H100, N=64 252.6 → 235.8 us, 128
 # 248.3 → 233.8, 384 245.4 → 230.8, 512 243.2 → 230.1, float32 64 246.8 → 237.0, 512 240.3 → 231.7; 100 MB 64 32.0 →
-# 29.9, 128 30.8 → 30.0, 384 30.4 → 29.1, but 512 29.6 → 30.0; 50 MB −0.3 to +0.2. Where memory is fast, or nothing is
-# drawn, it loses: with all of an H100's memory for 92 of its multiprocessors 128 172.5 → 188.2, 512 169.8 → 179.4.
-# float64, single columns and gaps were not timed.
+# 29.9, 128 30.8 → 30.0, 384 30.4 → 29.1, 512 29.6 → 29.2; 50 MB −0.3 to +0.2. Where memory is fast, or nothing is
+# drawn, it mostly loses: with all of an H100's memory for 92 of its multiprocessors 128 172.5 → 188.2, 512 169.8 →
+# 179.4, though 192 172.9 → 170.3. float64, single columns and gaps were not timed.
 DRAW_SHORT_ROWS_MOST_ITEMSIZE = 4
 # Forward, in clusters, RMSNorm, 1 GB, with nine, ten, eleven and twelve: N=14336 166.8, 166.7, 166.9, 167.7 us, 32768
 # 165.4, 165.5, 165.7, 166.4, 65536 166.5, 166.1, 166.6, 167.1. Of 64 columns a thread, by blocks of a cluster, each
@@ -91,8 +91,8 @@ DRAW_SHORT_ROWS_MOST_ITEMSIZE = 4
 # eight to twenty 173.7 to 174.0 (compiled for pace all the same: else 172.4, beside 169.5).
 # Where memory is slow (True), an H100, RMSNorm, 1 GB, with ten, eight and six: 14336 230.8, 228.0, 226.5, 32768 230.6,
 # 228.2, 225.7, 65536 230.1, 228.6, 227.6; of 64 columns with five, four, three and one 131072 230.5, 228.6, 227.8,
-# 236.1; LayerNorm with six, five, four and two 32768 229.2, 229.8, 239.6, 239.5, 65536 236.3, 233.4, 231.0, 245.5,
-# 131072 233.5, 231.9, 229.8, 244.7, 262144 without, with five and seven 239.4, 230.5, 232.7.
+# 236.1, LayerNorm 32768 229.2, 229.8, 239.6, 239.5; with six, five, four and two 65536 236.3, 233.4, 231.0, 245.5,
+# 131072 233.5, 231.9, 229.8, 244.7; 262144 without, with five and seven 239.4, 230.5, 232.7.
 LEAD_FORWARD = {False: 10, True: 6}
 LEAD_FORWARD_MANY = {
     False: {"rmsnorm": {8: 5, 16: 5}, "layernorm": {2: 5, 4: 6, 8: 6, 16: 0}},
@@ -171,9 +171,20 @@ def may_draw_short_rows(norm: str, x: str, vector: bool) -> bool:
     return norm == "layernorm" and vector and ITEMSIZE[x] <= DRAW_SHORT_ROWS_MOST_ITEMSIZE
 
 
-def _drawn_part(x: str, held: tuple[int, int], blocks: int, device: Device) -> float:
-    """`held` is what short_row() or staged_threads() chose, `blocks` how many share a multiprocessor."""
-    whole_warps = has_whole_warps(x, held)
+def _draws_short_rows(problem: NormProblem, vector: int, held: tuple[int, int], gaps: bool, device: Device) -> bool:
+    """Whether LayerNorm's rows of a warp or less draw steps. `held` is what short_row() or staged_threads() chose."""
+    x = problem.x_dtype.name
+    kernel_draws = not has_whole_warps(x, held) and may_draw_short_rows(problem.norm, x, vector > 1)
+    return kernel_draws and device.has_slow_memory and not gaps
+
+
+def _drawn_part(
+    problem: NormProblem, held: tuple[int, int], cluster: int, blocks: int, draws_short: bool, device: Device
+) -> float:
+    """Of all steps. `held` is what short_row() or staged_threads() chose, `blocks` how many share a multiprocessor."""
+    whole_warps = has_whole_warps(problem.x_dtype.name, held)
+    if cluster > 1 or not (whole_warps or problem.norm == "rmsnorm" or draws_short):  # kDraws of forward_staged.cu
+        return 0.0
     if blocks == 1:
         return DRAWN_PART_ALONE[device.has_slow_memory]
     return DRAWN_PART[device.has_slow_memory] if whole_warps or held[0] == 24 else DRAWN_PART_SHORT
@@ -290,10 +301,7 @@ def _forward_staged(
                 stages = min(stages, max(_forward_least_stages(problem.norm, name, held, cluster, few_steps), wanted))
                 shared_bytes = b_bytes + min(step_bytes * stages + w_bytes, room)
                 paced = forward_keeps_pace(problem.norm, held, cluster, vector > 1, full=slab == per_thread * group)
-                short = problem.norm == "layernorm" and not has_whole_warps(name, held)
-                slow = device.has_slow_memory and not gaps
-                draws_short = short and slow and may_draw_short_rows(problem.norm, name, vector > 1)
-                draws = cluster == 1 and (draws_short or not short)  # kDraws of forward_staged.cu
+                draws_short = _draws_short_rows(problem, vector, held, gaps, device)
                 part = takes_part(name, held)
                 staged = staged_definitions(per_thread, cluster, part, paced, gaps=gaps, draws=draws_short)
                 return ForwardConfig(
@@ -306,7 +314,7 @@ def _forward_staged(
                     cluster=cluster,
                     stages=stages,
                     shared_bytes=max(shared_bytes, min(b_bytes + room, device.shared_bytes // (blocks + 1))),
-                    drawn_part=_drawn_part(name, held, blocks, device) if draws else 0.0,
+                    drawn_part=_drawn_part(problem, held, cluster, blocks, draws_short, device),
                     drawn_steps=DRAWN_LEAST_STEPS[device.has_slow_memory],
                     lead=_forward_lead(problem.norm, per_thread, cluster, device) if paced else 0,
                 )
