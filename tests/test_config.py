@@ -437,7 +437,9 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
                 column_threads * width * min(DTYPES[x].itemsize, DTYPES[dy].itemsize) // config.walkers.SECTOR_BYTES
             )
             with_db = norm == "layernorm" or x != dy
-            limits = config.walkers.COLUMN_BLOCK_ROWS[with_db] if want_dx else config.walkers.COLUMN_BLOCK_ROWS_ALONE
+            limits = config.walkers.COLUMN_BLOCK_ROWS_ALONE
+            if want_dx:
+                limits = config.walkers.COLUMN_BLOCK_ROWS[device.has_slow_memory][with_db]
             counts = 1 if DTYPES[x].itemsize == 2 else 4 / 3
             if x != dy:
                 counts = {"float64": 3, "float32": 2}[x]
@@ -488,6 +490,29 @@ def test_column_blocks_of_an_h200(norm, rows, columns, x, dy, aligned, at_once, 
     problem = backward(columns, x, dy, rows=rows, norm=norm)
     chosen = config.backward_config(problem, aligned, DEVICES["sm_90"])
     assert config.grid(chosen, problem, at_once, DEVICES["sm_90"])[:3] == expected
+
+
+@pytest.mark.parametrize(
+    ("norm", "rows", "columns", "fast", "slow"),
+    [
+        ("layernorm", 1750, 4096, False, True),  # 43 MB
+        ("rmsnorm", 1750, 4096, False, False),
+        ("rmsnorm", 3255, 1280, True, False),  # 51 rows of a thread
+        ("rmsnorm", 3200, 1280, True, True),
+        ("layernorm", 4650, 896, True, False),  # 37, of one sector
+        ("layernorm", 4069, 1024, True, True),
+        ("layernorm", 1823, 2560, True, False),  # 57, of few blocks, beside walkers with several rows a step
+        ("layernorm", 1600, 2560, True, True),
+        ("layernorm", 1007, 6144, True, True),  # 63, beside walkers with one
+        ("rmsnorm", 2018, 2560, True, False),
+    ],
+)
+def test_column_blocks_where_memory_is_slow(norm, rows, columns, fast, slow):
+    problem = backward(columns, "bfloat16", "bfloat16", rows=rows, norm=norm)
+    for name, expected in (("sm_90", fast), ("sm_90_slow", slow)):
+        chosen = config.backward_config(problem, True, DEVICES[name])
+        found = config.grid(chosen, problem, 132, DEVICES[name])
+        assert (found.column_blocks > 0) == expected, (name, found)
 
 
 @pytest.mark.parametrize(

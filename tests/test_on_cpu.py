@@ -143,7 +143,7 @@ def test_few_rows(
 
 def walkers_sum_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little data there is."""
-    none = dict.fromkeys((False, True), dict.fromkeys(NORMS, 0))
+    none = dict.fromkeys((False, True), dict.fromkeys(NORMS, (0, 0)))
     monkeypatch.setattr("cupynorm.cuda.config.walkers.COLUMN_BLOCKS_BYTES", none)
 
 

@@ -44,11 +44,19 @@ READ_ONCE_BYTES = (16 << 20, 50 << 20)
 # 9%, 3800x512, with 30 rows of a sector, 4%; LayerNorm, 3255x1280, with 51 of two, 6%, without db, 31 MB, N=65536 14%.
 # Some lose within them: RMSNorm 65536 4 to 5% from 28 MB on, LayerNorm 32768 4% from 34 MB on, without db 65536 7% at
 # 25 MB.
-COLUMN_BLOCKS_BYTES = {
-    False: {"rmsnorm": 32 << 20, "layernorm": 24 << 20},
-    True: {"rmsnorm": 36 << 20, "layernorm": 36 << 20},
+# Where memory is slow (True), an H100, without and with them: LayerNorm with db gains up to 48 MB, 43 MB, 3584 27.1 →
+# 25.2 us, 4096 26.8 → 24.9, 8192 28.3 → 24.6, 16384 29.1 → 24.7, 32768 28.9 → 26.9, 65536 29.5 → 27.1, but 40 MB 6144
+# 26.4 → 27.2 (gangs, 262144, 34.1 → 35.3). But fewer walkers lose more there, so fewer rows for a thread: RMSNorm
+# 3255x1280, 51 rows of two sectors, 18.3 → 19.6, 3314x1408, 52, 19.9 → 20.9, LayerNorm, of one sector, 4650x896, 37,
+# 19.4 → 22.3, 5208x896 20.2 → 25.0, 5534x1024, 44, 22.4 → 24.2; and of wider slices, where these are few and walkers
+# take several rows a step, 1823x2560, 57, 20.6 → 22.9, 2214x2560 23.2 → 28.5, 1107x5120, 70, 23.9 → 27.5, 2007x3072,
+# 63, 24.3 → 26.7, RMSNorm 2018x2560, 64, 20.2 → 20.8, though LayerNorm 814x5120, 51, takes as long.
+COLUMN_BLOCKS_BYTES = {  # without and with db
+    False: {"rmsnorm": (32 << 20, 36 << 20), "layernorm": (24 << 20, 36 << 20)},
+    True: {"rmsnorm": (32 << 20, 36 << 20), "layernorm": (24 << 20, 46 << 20)},
 }
-COLUMN_BLOCK_ROWS = {False: (28, 52, 76), True: (44, 48, 72)}
+COLUMN_BLOCK_ROWS = {False: ((28, 52, 76), (44, 48, 72)), True: ((28, 50, 76), (36, 48, 72))}
+SLOW_FEW_COLUMN_BLOCKS, SLOW_FEW_COLUMN_BLOCKS_ROWS = 48, (60, 50)
 COLUMN_BLOCK_ROWS_ALONE = (20, 22, 40)  # without dx: 25 MB, N=1024, with 32 rows of a sector, 15.2 → 17.0 us
 COLUMN_BLOCK_LARGE_ROW = 4 / 3  # what a row of a larger type counts: float32, 25 MB, N=65536, 64 rows, 17.9 → 20.1 us
 SECTOR_BYTES = 32
@@ -118,7 +126,7 @@ def _column_blocks_grid(
     least_rows = 1 if problem.narrows_sums or problem.columns >= COLUMN_BLOCKS_ONE_ROW or takes_few_rows(config) else 2
     if config.route != "staged" or problem.rows < least_rows or not (problem.want_dw or problem.want_db):
         return None
-    if _data_bytes(problem) > COLUMN_BLOCKS_BYTES[kernels_sum_db(problem)][problem.norm]:
+    if _data_bytes(problem) > COLUMN_BLOCKS_BYTES[device.has_slow_memory][problem.norm][kernels_sum_db(problem)]:
         return None
     steps = divide_up(problem.rows, config.groups)
     # Blocks on a multiprocessor, of 256 threads in all, where there is a step for each. Column blocks that are few
@@ -130,7 +138,7 @@ def _column_blocks_grid(
         together = max(1, min(together, STAGED_MAX_THREADS // config.threads))
 
     if not problem.want_dx:
-        found = _column_blocks(config, problem, COLUMN_BLOCKS * together * (2 if config.slabs <= 2 else 1))
+        found = _column_blocks(config, problem, COLUMN_BLOCKS * together * (2 if config.slabs <= 2 else 1), device)
         return found and Grid(0, found.blocks, found.row_threads)
 
     def room(found: _ColumnBlocks, most: int) -> int:
@@ -141,7 +149,7 @@ def _column_blocks_grid(
         return min(steps, (room(found, most) - found.blocks) // config.slabs)
 
     for most in (COLUMN_BLOCKS, COLUMN_BLOCKS // 2, COLUMN_BLOCKS // 4):
-        found = _column_blocks(config, problem, most * together)
+        found = _column_blocks(config, problem, most * together, device)
         if found is None:
             return None
         walkers = walkers_beside(found, most)
@@ -150,7 +158,8 @@ def _column_blocks_grid(
             found, walkers = half, walkers_beside(half, most)
         if walkers >= min(steps, COLUMN_BLOCKS_WALKERS * found.blocks / config.slabs):
             if config.gang:  # what whole gangs leave: 25 MB, RMSNorm, 163840, with 32 blocks, not 40, 22.9 → 28.0 us
-                found = _column_blocks(config, problem, room(found, most) - walkers * config.slabs) or found
+                left = room(found, most) - walkers * config.slabs
+                found = _column_blocks(config, problem, left, device) or found
             return Grid(walkers, found.blocks, found.row_threads)
     return None
 
@@ -168,13 +177,13 @@ def _half_as_many_column_blocks(
     most_rows = HALF_COLUMN_BLOCKS_ROWS[device.has_slow_memory].get(config.slabs)
     if most_rows is None or x != 2 or dy != 2 or "VECTOR=1" not in config.definitions:
         return None
-    found = _column_blocks(config, problem, most)
+    found = _column_blocks(config, problem, most, device)
     if found is None or found.sectors <= 2 or found.blocks < most or found.rows > most_rows[kernels_sum_db(problem)]:
         return None
     return found
 
 
-def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int) -> _ColumnBlocks | None:
+def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, device: Device) -> _ColumnBlocks | None:
     """At most so many; None where their threads would have too many rows."""
     x, dy = problem.x_dtype.itemsize, ITEMSIZE[name_of(problem.dy_dtype)]
     itemsize = min(x, dy)
@@ -192,8 +201,18 @@ def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int) -> _
         rows=divide_up(problem.rows, row_threads) * divide_up(slices, most) * _counts_as_rows(x, dy),
         sectors=column_threads * vector * itemsize // SECTOR_BYTES,
     )
-    most_rows = COLUMN_BLOCK_ROWS[kernels_sum_db(problem)] if problem.want_dx else COLUMN_BLOCK_ROWS_ALONE
-    return found if found.rows <= most_rows[min(found.sectors, 3) - 1] else None
+    return found if found.rows <= _most_rows(found, config, problem, device) else None
+
+
+def _most_rows(found: _ColumnBlocks, config: BackwardConfig, problem: NormProblem, device: Device) -> int:
+    """Of a thread of these."""
+    width = min(found.sectors, 3) - 1
+    if not problem.want_dx:
+        return COLUMN_BLOCK_ROWS_ALONE[width]
+    sums_db, slow = kernels_sum_db(problem), device.has_slow_memory
+    if slow and width == 2 and config.groups > 1 and found.blocks <= SLOW_FEW_COLUMN_BLOCKS:
+        return SLOW_FEW_COLUMN_BLOCKS_ROWS[sums_db]
+    return COLUMN_BLOCK_ROWS[slow][sums_db][width]
 
 
 def _counts_as_rows(x_itemsize: int, dy_itemsize: int) -> float:
