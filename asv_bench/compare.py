@@ -7,6 +7,9 @@ cupynorm/cuda/config, to Python literals:
 
     python asv_bench/compare.py HEAD~1 . ".:STAGED_RING_BYTES=131072,LEAD_BYTES=98304" --only 4096
 
+How long a call takes also depends on where in memory its results lie: on an H100, at 25 MB, by up to 3%, call by call.
+With --same-out all calls of a row write to the same arrays (`out=`), so that only the trees differ.
+
 With --multiprocessors N the device has no more than these, and all of its memory (occupy.py): 92 of an H100's 132, with
 sizes as much smaller, stand in for an H200.
 
@@ -65,7 +68,8 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     rows = rows_of(options)
     if options.turn is not None:
         xp, _ = cli.pick_device(options.device)
-        seconds_of_rows = seconds_of(rows, options.trees[options.turn].settings, xp, options.multiprocessors)
+        settings = options.trees[options.turn].settings
+        seconds_of_rows = seconds_of(rows, settings, xp, options.multiprocessors, options.same_out)
         print(json.dumps([str(Path(bench.__file__).resolve()), seconds_of_rows]))
         return 0
     with ExitStack() as files:
@@ -161,7 +165,7 @@ def set_constants(settings: dict[str, Any]) -> None:
 
 
 def seconds_of(
-    rows: Sequence[Row], settings: dict[str, Any], xp: Any, multiprocessors: int | None = None
+    rows: Sequence[Row], settings: dict[str, Any], xp: Any, multiprocessors: int | None = None, same_out: bool = False
 ) -> list[float]:
     import occupy
     from roofline import inputs_of
@@ -172,6 +176,8 @@ def seconds_of(
     seconds = []
     for row in rows:
         inputs = inputs_of(row, xp)
+        if same_out:
+            inputs["out"] = bench.call(row.case, inputs)
 
         def call(case: bench.Case = row.case, inputs: dict[str, Any] = inputs) -> Any:
             return bench.call(case, inputs)
@@ -202,6 +208,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = cli.Parser(prog="compare.py", description="Time the same calls with several trees, in turn.")
     add_tree_options(parser)
     parser.add_argument("--device", choices=("cuda", "numpy"), help="default: CUDA, if it is there")
+    words = "write all of a row's results to the same arrays; default: each call allocates its own"
+    parser.add_argument("--same-out", action="store_true", help=words)
     words = "that the device is to have, on CUDA; default: all"
     parser.add_argument("--multiprocessors", type=lambda text: cli.positive(text, int), metavar="N", help=words)
     return parser.parse_args(arguments)

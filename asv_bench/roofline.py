@@ -17,9 +17,9 @@ The sets:
     dtypes    float16 with float32 w, and all float32: four N, the same data
     pytorch   the shapes that PyTorch's own norm benchmark names
     triton    the 30 rows of Triton's layer-norm tutorial: 4096 rows, all float16
-    odd       N that is odd, and rows at odd strides or starts: of the sizes those of 100 MB and more
+    odd       N that is odd, and rows at odd strides or starts, with data of 100 MB and 1 GB (--sizes)
     small     data under 25 MB, down to one row
-    forward   both forward passes, the same sizes
+    forward   both forward passes, the same N, with data of 100 MB and 1 GB (--sizes)
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ COLUMNS = (
 FEW_COLUMNS = (1024, 4096, 16384, 65536)
 ODD_COLUMNS = (129, 1001, 2047, 4095, 8191, 12289, 16385, 65537)
 SIZES = (25.0, 100.0, 1000.0)
+LARGE_SIZES = (100.0, 1000.0)
 PYTORCH = (
     *((32768, columns) for columns in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)),
     *((16384, 131072), (8192, 262144), (576000, 384), (576000, 512), (1152000, 384), (1152000, 512)),
@@ -91,12 +92,8 @@ def by_data(
             yield Row(bench.case(op, rows_for(size, n, bench.dtype_of(dtype).itemsize), n, dtype, w_dtype), gap)
 
 
-def large(sizes: Sequence[float]) -> list[float]:
-    return [size for size in sizes if size >= 100]
-
-
 def odd(op: str, options: argparse.Namespace) -> Iterator[Row]:
-    sizes = large(options.sizes)
+    sizes = options.sizes or LARGE_SIZES
     for row in by_data(op, options.only or ODD_COLUMNS, sizes, options.dtype, options.w_dtype):
         yield row
     for row in by_data(op, options.only or FEW_COLUMNS, sizes, options.dtype, options.w_dtype):
@@ -112,11 +109,13 @@ def named(op: str, shapes: Sequence[tuple[int, int]], options: argparse.Namespac
 
 # name: which ops it is about, and its rows for one of them
 SETS: dict[str, tuple[str, Callable[[str, argparse.Namespace], Iterator[Row]]]] = {
-    "sizes": ("_backward", lambda op, o: by_data(op, o.only or COLUMNS, o.sizes, o.dtype, o.w_dtype, o.gap)),
+    "sizes": ("_backward", lambda op, o: by_data(op, o.only or COLUMNS, o.sizes or SIZES, o.dtype, o.w_dtype, o.gap)),
     "dtypes": (
         "_backward",
         lambda op, o: (
-            row for dtype in ("float16", "float32") for row in by_data(op, o.only or FEW_COLUMNS, o.sizes, dtype)
+            row
+            for dtype in ("float16", "float32")
+            for row in by_data(op, o.only or FEW_COLUMNS, o.sizes or SIZES, dtype)
         ),
     ),
     "pytorch": ("_backward", lambda op, o: named(op, PYTORCH, o)),
@@ -128,7 +127,7 @@ SETS: dict[str, tuple[str, Callable[[str, argparse.Namespace], Iterator[Row]]]] 
     "small": ("_backward", lambda op, o: named(op, SMALL, o)),
     "forward": (
         "_forward",
-        lambda op, o: by_data(op, o.only or COLUMNS, large(o.sizes), o.dtype, o.w_dtype, o.gap),
+        lambda op, o: by_data(op, o.only or COLUMNS, o.sizes or LARGE_SIZES, o.dtype, o.w_dtype, o.gap),
     ),
 }
 
@@ -257,7 +256,8 @@ def add_row_options(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("--set", type=sets, default=("sizes",), metavar="NAME,…", help=", ".join(SETS))
     parser.add_argument("--ops", nargs="+", type=cli.op, default=bench.OPS, metavar="OP", help=", ".join(bench.OPS))
-    parser.add_argument("--sizes", type=listed(megabytes), default=SIZES, metavar="MB,…", help="default: 25,100,1000")
+    words = "default: 25,100,1000, in the sets odd and forward 100,1000"
+    parser.add_argument("--sizes", type=listed(megabytes), metavar="MB,…", help=words)
     parser.add_argument("--only", type=listed(columns), metavar="N,…", help="only these N")
     parser.add_argument("--dtype", type=cli.dtype, default="bfloat16", help="where a set has no own; default: bfloat16")
     parser.add_argument("--w-dtype", type=cli.dtype, help="default: float32, float64 with float64")

@@ -178,6 +178,11 @@ def test_sets() -> None:
     apart = rooflines_rows("--set", "sizes,forward", "--gap", "64")
     assert [replace(row, gap=0) for row in apart] == rooflines_rows("--set", "sizes,forward")
     assert {row.layout for row in apart} == {"stride N+64, start 0"}
+    for name in ("sizes", "dtypes", "odd", "forward"):
+        megabytes = {
+            round(row.data_bytes / 1e6) for row in rooflines_rows("--set", name, "--only", "1001", "--sizes", "6,48")
+        }
+        assert megabytes == {6, 48}
 
 
 @pytest.mark.parametrize("gap", [0, 3])

@@ -81,6 +81,28 @@ def test_settings_reach_the_launch_choices(monkeypatch: pytest.MonkeyPatch) -> N
     assert {module.STEP_COUNTERS for module in (config.common, config.backward, config.walkers)} == {8}
 
 
+@pytest.mark.parametrize("same_out", [False, True])
+def test_results_lie_where_they_lay_if_asked(same_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of all calls of a row are kept here, so no two that were allocated lie at one address."""
+    calls: dict[str, list[Any]] = {}
+    real = compare.bench.call
+
+    def call(case: bench.Case, inputs: dict[str, Any]) -> Any:
+        results = real(case, inputs)
+        calls.setdefault(case.op, []).append(results)
+        return results
+
+    monkeypatch.setattr(compare.bench, "call", call)
+    options = compare.parse([".", *TINY, "--set", "sizes,forward", *(["--same-out"] if same_out else [])])
+    rows = roofline.rows_of(options)
+    assert len(compare.seconds_of(rows, {}, np, same_out=options.same_out)) == len(rows) == 4
+    assert set(calls) == {"rmsnorm_backward", "layernorm_backward", "rmsnorm_forward", "layernorm_forward"}
+    for results in calls.values():
+        places = {tuple(array.ctypes.data for array in of_one) for of_one in results}
+        assert len(results) > 12
+        assert len(places) == (1 if same_out else len(results))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
