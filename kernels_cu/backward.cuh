@@ -65,9 +65,10 @@ struct BackwardArguments {
     int stages;             // staged route: steps in flight
     int steps;              // staged route: at least so many of each walk over the rows
     int partial_rows;       // as many as walkers
-    int row_threads;        // threads that share a column, of a column block or in the final reduction; there a power of two
     int groups;             // of a block
+    short row_threads;      // threads that share a column, of a column block or in the final reduction; there a power of two
     // Staged route.
+    short column_threads;   // of a column block, side by side
     short column_blocks;    // blocks behind those that walk rows, which sum dw and db; 0: the walkers do
     short lead;             // of Pace, in quarters of a step; 0: no pace is kept
     short step_counters;    // a power of two

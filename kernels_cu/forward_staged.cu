@@ -281,9 +281,9 @@ private:
 // With two, LayerNorm at 100 MB took up to 3% more, RMSNorm up to 2%.
 constexpr int kFirstSteps = 1;
 
-// With so many steps of a walker or fewer LayerNorm asks for b before the rows, behind which loads wait. An H100, N=4096: one row 6.4 → 6.2
-// us, 6 MB, one step, 8.1 → 7.3, 12 MB, two, 9.6 → 9.0, but 25 MB, three, 11.7 → 11.9, 50 MB 16.9 → 17.6; in clusters of sixteen,
-// 262144, 25 MB, two and three, 15.7 → 14.9; N=384, 6 MB, one, 8.1 → 7.7, 12 MB, one and two, 9.2 → 9.4.
+// With so many steps of a walker or fewer LayerNorm asks for b before the rows, behind which loads wait. An H100, N=4096: one
+// row 6.4 → 6.2 us, 6 MB, one step, 8.1 → 7.3, 12 MB, two, 9.6 → 9.0, but 25 MB, three, 11.7 → 11.9, 50 MB 16.9 → 17.6; in
+// clusters of sixteen, 262144, 25 MB, two and three, 15.7 → 14.9; N=384, 6 MB, one, 8.1 → 7.7, 12 MB, one and two, 9.2 → 9.4.
 constexpr int kMostStepsBehindB = !kWholeWarps ? 1 : kCluster < 16 ? 2 : 3;
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreadsAtOnce, 1)

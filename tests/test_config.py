@@ -429,21 +429,27 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
             else:
                 assert grid.walkers == 0
             width = config.common.vector_width(x, dy) if "VECTOR=1" in chosen.definitions else 1
-            column_threads, left = divmod(chosen.threads, grid.row_threads)
-            assert left == column_threads & (column_threads - 1) == 0  # ColumnSlices of column_blocks.cuh
+            column_threads = grid.column_threads
+            assert 1 <= grid.row_threads == chosen.threads // column_threads
             slices = -(-columns // (column_threads * width))
             assert slices > grid.column_blocks - chosen.cluster, "a cluster of blocks without a column"
-            sectors = (
-                column_threads * width * min(DTYPES[x].itemsize, DTYPES[dy].itemsize) // config.walkers.SECTOR_BYTES
-            )
+            slice_bytes = column_threads * width * min(DTYPES[x].itemsize, DTYPES[dy].itemsize)
+            sectors, part = divmod(slice_bytes, config.walkers.SECTOR_BYTES)
+            assert part == 0
+            usual = DTYPES[x].itemsize == DTYPES[dy].itemsize == 2 and width > 1 and chosen.slabs <= 4 and want_dx
+            if sectors & (sectors - 1):
+                assert usual
+                assert sectors % 2 == 0
+                assert sectors >= config.walkers.OTHER_SLICES_LEAST_SECTORS
             with_db = norm == "layernorm" or x != dy
             limits = config.walkers.COLUMN_BLOCK_ROWS_ALONE
             if want_dx:
-                limits = config.walkers.COLUMN_BLOCK_ROWS[device.has_slow_memory][with_db]
+                limits = config.walkers.COLUMN_BLOCK_ROWS if usual else config.walkers.COLUMN_BLOCK_ROWS_ELSE
+                limits = limits[device.has_slow_memory][with_db]
             counts = 1 if DTYPES[x].itemsize == 2 else 4 / 3
             if x != dy:
                 counts = {"float64": 3, "float32": 2}[x]
-            thread_rows = -(-slices // grid.column_blocks) * -(-rows // grid.row_threads)
+            thread_rows = -(-slices // grid.column_blocks) * -(-rows * column_threads // chosen.threads)
             assert thread_rows * counts <= limits[min(sectors, 3) - 1]
             numbers = column_threads * width * (2 if norm == "layernorm" else 1) + 16 // config.common.compute_itemsize(
                 x
@@ -454,21 +460,25 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
 
 ON_H200 = [
     # norm, rows, columns, x, dy, aligned, what the driver says of these kernels, walkers, column blocks, row threads
-    ("rmsnorm", 1017, 4096, "bfloat16", "bfloat16", True, 132, (68, 64, 32)),
-    ("layernorm", 1017, 4096, "bfloat16", "bfloat16", True, 132, (100, 32, 16)),  # half as many
+    ("rmsnorm", 1017, 4096, "bfloat16", "bfloat16", True, 132, (89, 43, 21)),  # so many that walkers end with them,
+    ("layernorm", 1017, 4096, "bfloat16", "bfloat16", True, 132, (89, 43, 21)),
+    ("rmsnorm", 244, 4096, "bfloat16", "bfloat16", True, 132, (100, 32, 16)),
     ("layernorm", 63, 4096, "bfloat16", "bfloat16", True, 132, (32, 64, 32)),  # not where all steps have a walker,
-    ("layernorm", 300, 7168, "bfloat16", "bfloat16", True, 132, (76, 56, 16)),  # nor where they are fewer than half,
+    ("layernorm", 300, 7168, "bfloat16", "bfloat16", True, 132, (87, 45, 12)),
+    ("rmsnorm", 1017, 5120, "bfloat16", "bfloat16", True, 132, (78, 54, 21)),  # narrower slices, not wider ones,
+    ("layernorm", 98, 5120, "bfloat16", "bfloat16", True, 132, (49, 40, 16)),
     ("rmsnorm", 2000, 1024, "bfloat16", "bfloat16", True, 132, (68, 64, 128)),  # nor of two sectors,
     ("rmsnorm", 244, 4096, "float32", "float32", True, 132, (68, 64, 16)),  # nor of larger types,
     ("layernorm", 100, 8191, "bfloat16", "bfloat16", False, 132, (68, 64, 2)),  # nor off 16 bytes,
     ("rmsnorm", 64, 65536, "bfloat16", "bfloat16", True, 15, (7, 64, 2)),  # nor in larger clusters
-    ("rmsnorm", 127, 32768, "bfloat16", "bfloat16", True, 30, (22, 32, 2)),
+    ("rmsnorm", 127, 32768, "bfloat16", "bfloat16", True, 30, (19, 44, 2)),
     ("layernorm", 16, 262144, "bfloat16", "bfloat16", True, 4, (2, 64, 1)),  # gangs
     ("layernorm", 16, 90112, "bfloat16", "bfloat16", True, 12, (8, 44, 1)),
-    ("layernorm", 1356, 3072, "bfloat16", "bfloat16", True, 264, (168, 96, 32)),  # of 128 threads, two together
-    ("layernorm", 407, 10240, "bfloat16", "bfloat16", True, 132, (92, 80, 8)),  # the same, in clusters
+    ("layernorm", 1356, 3072, "bfloat16", "bfloat16", True, 132, (84, 48, 32)),  # of 256 threads, not 128
+    ("layernorm", 407, 10240, "bfloat16", "bfloat16", True, 132, (92, 80, 8)),  # of 128 threads, two together
     ("layernorm", 203, 20480, "bfloat16", "bfloat16", True, 60, (40, 80, 4)),
-    ("layernorm", 48, 3072, "bfloat16", "bfloat16", True, 264, (48, 48, 16)),  # with few rows one on each,
+    ("layernorm", 48, 3072, "bfloat16", "bfloat16", True, 132, (24, 48, 32)),
+    ("layernorm", 100, 5120, "float32", "float32", True, 132, (92, 40, 4)),  # with few rows one on each,
     ("layernorm", 2600, 640, "bfloat16", "bfloat16", True, 264, (92, 40, 64)),  # and where few are enough
     ("rmsnorm", 4069, 1024, "bfloat16", "bfloat16", True, 132, (128, 0, 0)),  # too many rows
     ("layernorm", 3255, 1280, "bfloat16", "bfloat16", True, 132, (102, 0, 0)),
@@ -496,15 +506,17 @@ def test_column_blocks_of_an_h200(norm, rows, columns, x, dy, aligned, at_once, 
     ("norm", "rows", "columns", "fast", "slow"),
     [
         ("layernorm", 1750, 4096, False, True),  # 43 MB
-        ("rmsnorm", 1750, 4096, False, False),
-        ("rmsnorm", 3255, 1280, True, False),  # 51 rows of a thread
-        ("rmsnorm", 3200, 1280, True, True),
+        ("rmsnorm", 1750, 4096, False, True),
+        ("rmsnorm", 3255, 1280, False, False),  # 51 rows of a thread
+        ("rmsnorm", 2800, 1280, True, True),
         ("layernorm", 4650, 896, True, False),  # 37, of one sector
         ("layernorm", 4069, 1024, True, True),
         ("layernorm", 1823, 2560, True, False),  # 57, of few blocks, beside walkers with several rows a step
-        ("layernorm", 1600, 2560, True, True),
+        ("layernorm", 1470, 2560, True, True),
         ("layernorm", 1007, 6144, True, True),  # 63, beside walkers with one
-        ("rmsnorm", 2018, 2560, True, False),
+        ("rmsnorm", 1750, 2560, True, False),
+        ("rmsnorm", 700, 10240, True, False),
+        ("layernorm", 2000, 4096, False, False),  # 49 MB
     ],
 )
 def test_column_blocks_where_memory_is_slow(norm, rows, columns, fast, slow):
@@ -525,7 +537,7 @@ def test_column_blocks_where_memory_is_slow(norm, rows, columns, fast, slow):
         (81, 65536, 15, False, (14, 0, 0)),  # and with fewer rows
         (3000, 1024, 132, False, (125, 0, 0)),
         (2000, 2560, 132, False, (125, 0, 0)),
-        (1017, 4096, 132, True, (68, 64, 32)),  # LayerNorm without db
+        (1017, 4096, 132, True, (89, 43, 21)),  # LayerNorm without db
         (1040, 4096, 132, True, (130, 0, 0)),
     ],
 )
@@ -1400,7 +1412,7 @@ def test_where_memory_is_slow_steps_are_drawn_from_ten_steps_on():
 
 
 @pytest.mark.parametrize(
-    ("columns", "rows", "blocks"), [(4096, 1017, (32, 64)), (4096, 488, (32, 32)), (32768, 127, (32, 32))]
+    ("columns", "rows", "blocks"), [(4096, 1017, (43, 64)), (4096, 488, (43, 43)), (32768, 127, (44, 52))]
 )
 def test_where_memory_is_slow_walkers_are_few_and_column_blocks_many(columns, rows, blocks):
     problem = backward(columns, "bfloat16", "bfloat16", rows)

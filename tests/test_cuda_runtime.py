@@ -38,7 +38,7 @@ LENGTHS = (100, 1024, 8192, 20000, 262144)
 def rows_of(columns: int, many: bool) -> int:
     """So few that blocks of their own sum dw and db, or so many that those which walk along the rows meet:
     test_config.py asks, off 16 bytes of rows without clusters."""
-    return 42_000_000 // (6 * columns) if many else (90 if columns < 10000 else 12)
+    return 48_000_000 // (6 * columns) if many else (90 if columns < 10000 else 12)
 
 
 SPIN = r"""

@@ -141,6 +141,37 @@ def test_few_rows(
     check_both(device, case_of(norm, rows, columns, *types), STAGED, gap)
 
 
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("rows", "columns", "column_blocks", "column_threads"),
+    [
+        (150, 4096, 43, 12),  # four threads are left over
+        (150, 4096, 64, 8),
+        (80, 7168, 45, 20),  # 16 threads, and in the last slice four
+        (200, 5120, 54, 12),
+        (70, 8192, 43, 24),  # more sums than threads
+    ],
+)
+def test_slices_of_any_width(
+    device: KernelsOnCpu,
+    monkeypatch: pytest.MonkeyPatch,
+    norm: str,
+    rows: int,
+    columns: int,
+    column_blocks: int,
+    column_threads: int,
+) -> None:
+    """dw and db by column blocks whose threads side by side are a power of two, or not."""
+    aim = dict.fromkeys((False, True), dict.fromkeys((False, True), (column_blocks, 0, column_blocks)))
+    monkeypatch.setattr("cupynorm.cuda.config.walkers.AIMED_COLUMN_BLOCKS", aim)
+    case = case_of(norm, rows, columns)
+    tensors = make_case(np, case)
+    results = backward(norm, on_device(device, tensors), has_bias=case.has_bias)
+    named = device.launched[-1].named()
+    assert (named.column_blocks, named.column_threads) == (column_blocks, column_threads)
+    check_backward(case, tensors, run(device, results, "backward_staged"))
+
+
 def walkers_sum_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little data there is."""
     none = dict.fromkeys((False, True), dict.fromkeys(NORMS, (0, 0)))

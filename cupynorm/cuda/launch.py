@@ -47,7 +47,7 @@ class Backward:
         split = config.route == "split"
         main = _backward_launch(config, "backward_split_apply" if split else f"backward_{config.route}")
         at_once = _walkers_at_once(main, device, config.cluster, config.slabs if config.gang else 1)
-        walkers, column_blocks, row_threads, few_rows = choose.grid(config, problem, at_once, device)
+        walkers, column_blocks, row_threads, column_threads, few_rows = choose.grid(config, problem, at_once, device)
 
         grid = (config.slabs, walkers) if split else (walkers * config.slabs + column_blocks, 1)
         blocks = grid[0] * grid[1]
@@ -99,8 +99,9 @@ class Backward:
                 config.stages,
                 choose.least_steps(config.groups, problem.rows, walkers),
                 walkers,
-                row_threads or choose.reduction_row_threads(config.threads, blocks, walkers, problem),
                 config.groups,
+                row_threads or choose.reduction_row_threads(config.threads, blocks, walkers, problem),
+                column_threads,
                 column_blocks,
                 *(choose.pace(config, problem.rows, walkers) if reduces else (0, 1)),
                 choose.reads_once(problem) and not column_blocks,  # these read what the walkers have read

@@ -170,7 +170,7 @@ SPLIT_THREADS = 256
 # so 50.2, without pace 48.9.
 MOST_BLOCKS_A_COUNTER = {"rmsnorm": 2, "layernorm": 1}
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
-BACKWARD_ARGUMENTS = "12P4q10i3h2?"  # struct BackwardArguments in backward.cuh
+BACKWARD_ARGUMENTS = "12P4q9i5h2?"  # struct BackwardArguments in backward.cuh
 WIDENING_ARGUMENTS = "2P2i"  # struct WideningArguments in widen_w.cu
 
 
@@ -325,12 +325,14 @@ class _Split(NamedTuple):
 def _staged_blocks(
     problem: NormProblem, split: _Split, definitions: tuple[str, ...], device: Device
 ) -> BackwardConfig | None:
-    """The blocks; larger ones than usual where only beside these column blocks have so few rows that they pay.
+    """The blocks; larger ones than usual where beside these column blocks pay.
 
-    RMSNorm, N=1536, 25 MB 17.6 → 15.3 us, 18 MB 15.4 → 12.7, 768, 12 MB 12.9 → 11.2, 384, 6 MB 11.8 → 9.8; LayerNorm,
-    3072, 31 MB 19.9 → 17.9, float32, 1536, 25 MB 17.6 → 15.3; but of a warp or less 384, 12 MB 13.8 → 16.1, 768, 25 MB
-    17.9 → 19.0. Where column blocks pay with usual blocks, too, or with neither, larger ones lost up to 8%. Not timed:
-    shorter rows of RMSNorm, LayerNorm without db, calls without dx.
+    Of 16-bit types and rows of two warps and more: LayerNorm, 25 MB, 1536 17.5 → 16.1 us, 3072 15.8 → 15.5, an H100, 18
+    MB, 1536 15.9 → 14.7, 25 MB, 3072 19.6 → 18.1, RMSNorm 17.9 → 16.9, but 12 MB, 3072 10.2 → 10.8. Else only where
+    with usual blocks they do not pay: RMSNorm, 768, 12 MB 12.9 → 11.2, 384, 6 MB 11.8 → 9.8, LayerNorm, float32, 1536,
+    25 MB 17.6 → 15.3; where both pay, larger ones lost up to 8%, as where neither does; of a warp or less LayerNorm
+    384, 12 MB 13.8 → 16.1, 768, 25 MB 17.9 → 19.0. Not timed: shorter rows of RMSNorm, LayerNorm without db, calls
+    without dx.
     """
     config = _staged_config(problem, split, definitions, device)
     least_group = WARP // 2 if problem.norm == "rmsnorm" else 2 * WARP
@@ -339,9 +341,10 @@ def _staged_blocks(
     if config is None or usual or config.threads == STAGED_MAX_THREADS:
         return config
     larger = _staged_config(problem, split, definitions, device, largest=True)
-    if has_column_blocks(config, problem, device) or larger is None or not has_column_blocks(larger, problem, device):
+    if larger is None or not has_column_blocks(larger, problem, device):
         return config
-    return larger
+    keeps_usual = split.group < 2 * WARP or problem.x_dtype.itemsize > 2
+    return config if keeps_usual and has_column_blocks(config, problem, device) else larger
 
 
 def _staged_config(

@@ -102,7 +102,7 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         yield from _staged_variants(
             "forward_staged", definitions, x, device, most, choices, parts, paced, lambda *_: False
         )
-        if device.has_clusters and may_draw_short_rows(norm, x, vector):
+        if device.has_large_shared_memory and may_draw_short_rows(norm, x, vector):
             for per_thread, part in ((columns_per_thread(x), False), *((n, True) for n in parts)):
                 staged = staged_definitions(per_thread, 1, part, paced=False, draws=True)
                 yield Variant("forward_staged.cu", ("forward_staged",), (*definitions, *staged))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ...problem import NormProblem
@@ -40,40 +41,50 @@ READ_ONCE_BYTES = (16 << 20, 50 << 20)
 # Where x, dy and dx take at most so many bytes, and column blocks (column_blocks.cuh) at most so many rows for each of
 # their threads, these sum dw and db, and row walkers find dx alone. By whether db is summed; rows also by the sectors
 # of memory that a slice of columns is wide: one, two, or more. RMSNorm, 64x1024 9.6 → 6.8 us, 1628x2560 17.7 → 14.8;
-# LayerNorm, 64x4096 12.7 → 7.9, 407x10240 21.8 → 15.8. Beyond these limits some lengths lost: RMSNorm, 36 MB, N=131072
-# 9%, 3800x512, with 30 rows of a sector, 4%; LayerNorm, 3255x1280, with 51 of two, 6%, without db, 31 MB, N=65536 14%.
-# Some lose within them: RMSNorm 65536 4 to 5% from 28 MB on, LayerNorm 32768 4% from 34 MB on, without db 65536 7% at
-# 25 MB.
-# Where memory is slow (True), an H100, without and with them: LayerNorm with db gains up to 48 MB, 43 MB, 3584 27.1 →
-# 25.2 us, 4096 26.8 → 24.9, 8192 28.3 → 24.6, 16384 29.1 → 24.7, 32768 28.9 → 26.9, 65536 29.5 → 27.1, but 40 MB 6144
-# 26.4 → 27.2 (gangs, 262144, 34.1 → 35.3). But fewer walkers lose more there, so fewer rows for a thread: RMSNorm
-# 3255x1280, 51 rows of two sectors, 18.3 → 19.6, 3314x1408, 52, 19.9 → 20.9, LayerNorm, of one sector, 4650x896, 37,
-# 19.4 → 22.3, 5208x896 20.2 → 25.0, 5534x1024, 44, 22.4 → 24.2; and of wider slices, where these are few and walkers
-# take several rows a step, 1823x2560, 57, 20.6 → 22.9, 2214x2560 23.2 → 28.5, 1107x5120, 70, 23.9 → 27.5, 2007x3072,
-# 63, 24.3 → 26.7, RMSNorm 2018x2560, 64, 20.2 → 20.8, though LayerNorm 814x5120, 51, takes as long.
-COLUMN_BLOCKS_BYTES = {  # without and with db
+# LayerNorm, 64x4096 12.7 → 7.9, 407x10240 21.8 → 15.8. Where memory is slow (True), fewer walkers lose more.
+#
+# Of 16-bit types in vectors and small clusters, from a scan of 23 lengths and seven sizes with and without, 37 MB
+# unless said: an H200, RMSNorm 10240, 61 rows, 20.1 → 18.5 us, 32768 20.9 → 18.8, LayerNorm 8192, 76, 21.9 → 19.6, 43
+# MB, 88, 23.9 → 22.1, 10240, 88, 25.9 → 24.1, 32768 23.2 → 19.9; an H100, RMSNorm 20480, 61, 24.4 → 21.6, LayerNorm
+# 10240 28.3 → 24.3, 6144, 48, 25.5 → 23.4. But of few column blocks, beside walkers that take several rows a step, an
+# H200, 31 MB, 2560, 64 rows, 17.1 → 18.0, LayerNorm 19.0 → 20.3, an H100, 25 MB, 51 rows, 18.3 → 19.2, 19.8 → 21.9.
+# Some lose within the limits: an H200, 37 MB, 7168 18.4 → 18.9; an H100, 28 MB, LayerNorm 5120 4%.
+#
+# Else: beyond these limits some lost, RMSNorm, 36 MB, N=131072 9%, LayerNorm without db, 31 MB, N=65536 14%; within
+# them RMSNorm 65536 loses 4 to 5% from 28 MB on, LayerNorm without db 65536 7% at 25 MB. Where memory is slow, an H100:
+# LayerNorm, 43 MB, 65536 29.5 → 27.1, but gangs, 262144, 34.1 → 35.3.
+COLUMN_BLOCKS_BYTES = 44 << 20
+COLUMN_BLOCK_ROWS = {False: ((28, 44, 66), (44, 48, 88)), True: ((28, 44, 61), (36, 42, 72))}
+FEW_COLUMN_BLOCKS, FEW_COLUMN_BLOCKS_ROWS = 56, {False: (59, 62), True: (52, 46)}
+COLUMN_BLOCKS_BYTES_ELSE = {
     False: {"rmsnorm": (32 << 20, 36 << 20), "layernorm": (24 << 20, 36 << 20)},
     True: {"rmsnorm": (32 << 20, 36 << 20), "layernorm": (24 << 20, 46 << 20)},
 }
-COLUMN_BLOCK_ROWS = {False: ((28, 52, 76), (44, 48, 72)), True: ((28, 50, 76), (36, 48, 72))}
-SLOW_FEW_COLUMN_BLOCKS, SLOW_FEW_COLUMN_BLOCKS_ROWS = 48, (60, 50)
+COLUMN_BLOCK_ROWS_ELSE = {False: ((28, 52, 76), (44, 48, 72)), True: ((28, 50, 76), (36, 48, 72))}
+SLOW_FEW_COLUMN_BLOCKS_ELSE, SLOW_FEW_COLUMN_BLOCKS_ROWS_ELSE = 48, (60, 50)
 COLUMN_BLOCK_ROWS_ALONE = (20, 22, 40)  # without dx: 25 MB, N=1024, with 32 rows of a sector, 15.2 → 17.0 us
 COLUMN_BLOCK_LARGE_ROW = 4 / 3  # what a row of a larger type counts: float32, 25 MB, N=65536, 64 rows, 17.9 → 20.1 us
 SECTOR_BYTES = 32
-# So many column blocks, and as many times more as there may be blocks on a multiprocessor. On a small device fewer, so
-# that at least so many walkers are left for each cluster of them; without dx, in small clusters, twice as many:
-# LayerNorm, 814x5120 17.8 → 14.4 us.
+# At most so many column blocks, and as many times more as there may be blocks on a multiprocessor. On a small device
+# fewer, so that at least so many walkers are left for each cluster of them; without dx, in small clusters, twice as
+# many: LayerNorm, 814x5120 17.8 → 14.4 us.
 COLUMN_BLOCKS = 64
 COLUMN_BLOCKS_WALKERS = 3 / 4
-# Half as many where more walkers have something to do, by the blocks of a cluster, with at most so many rows of a
-# thread, without and with db: 25 MB, LayerNorm, N=4096 16.1 → 15.6 us, 32768 19.2 → 17.0; RMSNorm, 12 MB, 4096 10.7 →
-# 10.3, 25 MB 15.0 → 15.4, but 32768 17.6 → 15.6. Larger clusters lost (LayerNorm, 25 MB, N=131072 21.2 → 26.1), as did
-# larger types and slices of two sectors; off 16 bytes LayerNorm, 61x8191, by 15%. Where memory is slow (True), fewer
-# walkers are enough: 25 MB, an H100, LayerNorm, not half as many, 2048 19.6 → 18.4 us, 4096 18.7 → 18.0, 8192 19.1 →
-# 17.8, 16384 19.5 → 18.1.
-HALF_COLUMN_BLOCKS_ROWS = {
-    False: {1: (50, 64), 2: (50, 64), 4: (64, 64)},
-    True: {1: (50, 50), 2: (50, 50), 4: (64, 64)},
+# Walkers and column blocks are to end together. A call takes what the slower of them take: by kernels without the one
+# or the other, 25 MB, an H200, N=4096, with 64 column blocks walkers take 15.3 us, column blocks 13.1, the call 15.3,
+# with 32 14.2, 15.9 and 15.5, LayerNorm 16.4, 13.8 and 16.5, 14.8, 17.6 and 17.7. So there are about so many of 132
+# multiprocessors: a first number, more for each MB of x, dy and dx, a most; without and with db. LayerNorm, 25 MB, with
+# 64, 52, 43 and 32, an H200, 4096 16.0, 15.7, 15.3, 16.8 us, 16384 16.1, 15.7, 15.2, 16.7, 32768 with 64, 44 and 32
+# 18.9, 15.8, 16.9; an H100 18.0, 18.5, 19.5, 20.7 and 17.9, 17.9, 18.5, 21.1, at 12 MB 11.8, 12.5, 11.6, 12.2. As
+# slices of a power of two of sectors leave no such choice, they are so many quarters of that wide, too, but of whole
+# pairs of sectors, and four or more: three and seven of them took longer than four and eight, as they touch more lines
+# of memory (25 MB, an H100, LayerNorm, 5120, with 40, 46 and 54 blocks 20.5, 23.2, 20.6). Wider ones only where there
+# would be over three quarters of the most, and where walkers have several steps: 6 MB, LayerNorm, 5120 with 40 and 32
+# blocks 9.1, 9.9.
+OTHER_SLICES, OTHER_SLICES_LEAST_SECTORS = (3, 5, 6, 8), 4
+AIMED_COLUMN_BLOCKS = {
+    False: {False: (32, 0.6, 48), True: (24, 2, 44)},
+    True: {False: (20, 1.4, 54), True: (44, 0.4, 60)},
 }
 # One row alone gains past the ring and, else (off 16 bytes, in clusters, of 40 columns a thread), from so many columns
 # on, LayerNorm 7.6 → 6.9 us, of 1024 6.2 → 6.6; where dw and db have another type than their sums, in any case.
@@ -93,13 +104,15 @@ class Grid(NamedTuple):
     walkers: int  # blocks, clusters, gangs, or blocks of one slab, that walk along the rows
     column_blocks: int = 0  # behind them, blocks that sum dw and db (column_blocks.cuh); 0: the walkers do
     row_threads: int = 0  # of a column block, that share a column
+    column_threads: int = 0  # of a column block, side by side
     few_rows: bool = False  # no group has more than one, and walkers sum no columns
 
 
 class _ColumnBlocks(NamedTuple):
     blocks: int  # in whole clusters
     row_threads: int
-    rows: float  # of each thread, as they count
+    column_threads: int
+    rows: float  # of each of the block's threads, were none left over; as they count
     sectors: int  # that a slice is wide
 
 
@@ -126,7 +139,7 @@ def _column_blocks_grid(
     least_rows = 1 if problem.narrows_sums or problem.columns >= COLUMN_BLOCKS_ONE_ROW or takes_few_rows(config) else 2
     if config.route != "staged" or problem.rows < least_rows or not (problem.want_dw or problem.want_db):
         return None
-    if _data_bytes(problem) > COLUMN_BLOCKS_BYTES[device.has_slow_memory][problem.norm][kernels_sum_db(problem)]:
+    if _data_bytes(problem) > _most_bytes(config, problem, device):
         return None
     steps = divide_up(problem.rows, config.groups)
     # Blocks on a multiprocessor, of 256 threads in all, where there is a step for each. Column blocks that are few
@@ -138,8 +151,10 @@ def _column_blocks_grid(
         together = max(1, min(together, STAGED_MAX_THREADS // config.threads))
 
     if not problem.want_dx:
-        found = _column_blocks(config, problem, COLUMN_BLOCKS * together * (2 if config.slabs <= 2 else 1), device)
-        return found and Grid(0, found.blocks, found.row_threads)
+        found = _column_blocks(config, problem, COLUMN_BLOCKS * together * (2 if config.slabs <= 2 else 1))
+        if found.rows > _most_rows(found, config, problem, device):
+            return None
+        return Grid(0, found.blocks, found.row_threads, found.column_threads)
 
     def room(found: _ColumnBlocks, most: int) -> int:
         spread = found.blocks <= most and config.threads >= 4 * WARP
@@ -149,18 +164,18 @@ def _column_blocks_grid(
         return min(steps, (room(found, most) - found.blocks) // config.slabs)
 
     for most in (COLUMN_BLOCKS, COLUMN_BLOCKS // 2, COLUMN_BLOCKS // 4):
-        found = _column_blocks(config, problem, most * together, device)
-        if found is None:
+        found = _column_blocks(config, problem, most * together)
+        if walkers_beside(found, most) < steps and _is_usual(config, problem):
+            aim = together * _aimed_column_blocks(problem, device)
+            found = _column_blocks(config, problem, most * together, aim)
+        if found.rows > _most_rows(found, config, problem, device):
             return None
         walkers = walkers_beside(found, most)
-        alone = walkers < steps and together == 1
-        if alone and (half := _half_as_many_column_blocks(config, problem, most // 2, device)):
-            found, walkers = half, walkers_beside(half, most)
         if walkers >= min(steps, COLUMN_BLOCKS_WALKERS * found.blocks / config.slabs):
             if config.gang:  # what whole gangs leave: 25 MB, RMSNorm, 163840, with 32 blocks, not 40, 22.9 → 28.0 us
-                left = room(found, most) - walkers * config.slabs
-                found = _column_blocks(config, problem, left, device) or found
-            return Grid(walkers, found.blocks, found.row_threads)
+                left = _column_blocks(config, problem, room(found, most) - walkers * config.slabs)
+                found = left if left.rows <= _most_rows(left, config, problem, device) else found
+            return Grid(walkers, found.blocks, found.row_threads, found.column_threads)
     return None
 
 
@@ -170,38 +185,50 @@ def has_column_blocks(config: BackwardConfig, problem: NormProblem, device: Devi
     return _column_blocks_grid(config, problem, blocks_at_once, device) is not None
 
 
-def _half_as_many_column_blocks(
-    config: BackwardConfig, problem: NormProblem, most: int, device: Device
-) -> _ColumnBlocks | None:
-    x, dy = problem.x_dtype.itemsize, ITEMSIZE[name_of(problem.dy_dtype)]
-    most_rows = HALF_COLUMN_BLOCKS_ROWS[device.has_slow_memory].get(config.slabs)
-    if most_rows is None or x != 2 or dy != 2 or "VECTOR=1" not in config.definitions:
-        return None
-    found = _column_blocks(config, problem, most, device)
-    if found is None or found.sectors <= 2 or found.blocks < most or found.rows > most_rows[kernels_sum_db(problem)]:
-        return None
-    return found
+def _is_usual(config: BackwardConfig, problem: NormProblem) -> bool:
+    """What most was timed of: 16-bit types, on 16 bytes, in small clusters or none."""
+    two_bytes = problem.x_dtype.itemsize == 2 == ITEMSIZE[name_of(problem.dy_dtype)]
+    return two_bytes and "VECTOR=1" in config.definitions and config.slabs <= 4
 
 
-def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, device: Device) -> _ColumnBlocks | None:
-    """At most so many; None where their threads would have too many rows."""
+def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) -> int:
+    sums_db = kernels_sum_db(problem)
+    usual = _is_usual(config, problem) and (problem.norm == "rmsnorm" or sums_db)
+    return COLUMN_BLOCKS_BYTES if usual else COLUMN_BLOCKS_BYTES_ELSE[device.has_slow_memory][problem.norm][sums_db]
+
+
+def _aimed_column_blocks(problem: NormProblem, device: Device) -> int:
+    least, more, most = AIMED_COLUMN_BLOCKS[device.has_slow_memory][kernels_sum_db(problem)]
+    return int(min(most, least + more * _data_bytes(problem) / 1e6) * device.multiprocessors / 132)
+
+
+def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, aim: int = 0) -> _ColumnBlocks:
+    """At most so many, of slices of a power of two of sectors; of others, too, if there are to be about `aim`."""
     x, dy = problem.x_dtype.itemsize, ITEMSIZE[name_of(problem.dy_dtype)]
     itemsize = min(x, dy)
     vector = 16 // itemsize if "VECTOR=1" in config.definitions else 1
-    column_threads = SECTOR_BYTES // (itemsize * vector)
-    while divide_up(problem.columns, column_threads * vector) > most:
-        if config.threads % (2 * column_threads):
-            break
+    sector_threads = SECTOR_BYTES // (itemsize * vector)
+
+    def slices(column_threads: int) -> int:
+        return divide_up(problem.columns, column_threads * vector)
+
+    column_threads = sector_threads
+    while slices(column_threads) > most and config.threads % (2 * column_threads) == 0:
         column_threads *= 2
-    slices = divide_up(problem.columns, column_threads * vector)
-    row_threads = config.threads // column_threads
-    found = _ColumnBlocks(
-        blocks=divide_up(min(slices, most), config.cluster) * config.cluster,
-        row_threads=row_threads,
-        rows=divide_up(problem.rows, row_threads) * divide_up(slices, most) * _counts_as_rows(x, dy),
-        sectors=column_threads * vector * itemsize // SECTOR_BYTES,
+    if aim:
+        quarters = OTHER_SLICES if slices(column_threads) > 3 * most // 4 else OTHER_SLICES[:1]
+        others = [column_threads * n // 4 for n in quarters]
+        step, least = 2 * sector_threads, OTHER_SLICES_LEAST_SECTORS * sector_threads
+        fit = [n for n in others if n % step == 0 and least <= n <= config.threads and slices(n) <= most]
+        column_threads = min([column_threads, *fit], key=lambda n: abs(math.log(slices(n) / aim)))
+    blocks, of_a_block = min(slices(column_threads), most), divide_up(slices(column_threads), most)
+    return _ColumnBlocks(
+        blocks=divide_up(blocks, config.cluster) * config.cluster,
+        row_threads=config.threads // column_threads,
+        column_threads=column_threads,
+        rows=divide_up(problem.rows * column_threads, config.threads) * of_a_block * _counts_as_rows(x, dy),
+        sectors=column_threads // sector_threads,
     )
-    return found if found.rows <= _most_rows(found, config, problem, device) else None
 
 
 def _most_rows(found: _ColumnBlocks, config: BackwardConfig, problem: NormProblem, device: Device) -> int:
@@ -210,9 +237,13 @@ def _most_rows(found: _ColumnBlocks, config: BackwardConfig, problem: NormProble
     if not problem.want_dx:
         return COLUMN_BLOCK_ROWS_ALONE[width]
     sums_db, slow = kernels_sum_db(problem), device.has_slow_memory
-    if slow and width == 2 and config.groups > 1 and found.blocks <= SLOW_FEW_COLUMN_BLOCKS:
-        return SLOW_FEW_COLUMN_BLOCKS_ROWS[sums_db]
-    return COLUMN_BLOCK_ROWS[slow][sums_db][width]
+    steep = width == 2 and config.groups > 1
+    if _is_usual(config, problem):
+        few = steep and found.blocks <= FEW_COLUMN_BLOCKS
+        return FEW_COLUMN_BLOCKS_ROWS[slow][sums_db] if few else COLUMN_BLOCK_ROWS[slow][sums_db][width]
+    if slow and steep and found.blocks <= SLOW_FEW_COLUMN_BLOCKS_ELSE:
+        return SLOW_FEW_COLUMN_BLOCKS_ROWS_ELSE[sums_db]
+    return COLUMN_BLOCK_ROWS_ELSE[slow][sums_db][width]
 
 
 def _counts_as_rows(x_itemsize: int, dy_itemsize: int) -> float:
