@@ -175,7 +175,8 @@ def test_slices_of_any_width(
 def walkers_sum_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little data there is."""
     none = dict.fromkeys((False, True), dict.fromkeys(NORMS, (0, 0)))
-    monkeypatch.setattr("cupynorm.cuda.config.walkers.COLUMN_BLOCKS_BYTES", none)
+    monkeypatch.setattr("cupynorm.cuda.config.walkers.COLUMN_BLOCKS_BYTES", 0)
+    monkeypatch.setattr("cupynorm.cuda.config.walkers.COLUMN_BLOCKS_BYTES_ELSE", none)
 
 
 @pytest.mark.parametrize(
