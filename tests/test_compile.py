@@ -83,8 +83,8 @@ ALLOWED_SPILLS = (
                 "CLUSTER=1",
             ),
             most,
-            "By the disassembly: one register, with dy of float64 four, of column blocks, set before the first slice of "
-            "columns and read once a slice, before its rows.",
+            "By the disassembly: one register, with dy of float64 four, of column blocks, set before the first slice "
+            "of columns and read once a slice, before its rows.",
         )
         for x, dy, most in SPILLS_OF_COLUMN_BLOCKS
     ),
