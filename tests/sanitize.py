@@ -17,8 +17,9 @@ import numpy as np
 import cupynorm
 
 # Parts of a warp, one warp, several, blocks of several teams, clusters of 2 to 16; off 16 bytes where N is odd. With
-# few rows blocks of their own sum dw and db, two of them on a multiprocessor at 400x3072 and, of bfloat16, 150x10240;
-# the fewest, to 7x4096 and 40x896, go past the ring; from 6200x1024 on those that walk along the rows meet. The forward
+# few rows blocks of their own sum dw and db, two of them on a multiprocessor at 400x3072 of float32 and 150x10240 of
+# bfloat16, with slices of any width at 1017x4096, 407x10240 and 127x32768; the fewest, to 7x4096 and 40x896, go past
+# the ring; from 6200x1024 on those that walk along the rows meet. The forward
 # pass draws steps of 51000x1024 to 300000x128, at least, on a device of 132 multiprocessors; in these, 3200x7168 and
 # the last two, walkers of both norms keep pace: alone on their multiprocessor, with other blocks, in clusters.
 SHAPES = (
@@ -26,6 +27,7 @@ SHAPES = (
     (6, 16384), (6, 20480), (4, 16385), (4, 65536), (3, 131072), (3, 262144), (400, 3072), (150, 10240),
     (70, 33), (40, 129), (30, 300), (20, 350), (20, 513), (9, 700), (9, 850), (9, 1100), (5, 6001), (6, 12289),
     (900, 601),
+    (1017, 4096), (407, 10240), (127, 32768),
     (40, 896), (7, 3328), (4, 40960), (3, 81920), (3, 163840), (3, 196608),
     (6200, 1024), (1900, 4096), (400, 4095), (500, 16384), (240, 40960), (120, 65536), (60, 262144),
     (51000, 1024), (3200, 7168), (300000, 128), (102000, 512), (1800, 14336), (3200, 16384),

@@ -446,6 +446,9 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
             if want_dx:
                 limits = config.walkers.COLUMN_BLOCK_ROWS if usual else config.walkers.COLUMN_BLOCK_ROWS_ELSE
                 limits = limits[device.has_slow_memory][with_db]
+            few = usual and sectors > 2 and chosen.groups > 1 and grid.column_blocks <= config.walkers.FEW_COLUMN_BLOCKS
+            if few:
+                limits = (config.walkers.FEW_COLUMN_BLOCKS_ROWS[device.has_slow_memory][with_db],) * 3
             counts = 1 if DTYPES[x].itemsize == 2 else 4 / 3
             if x != dy:
                 counts = {"float64": 3, "float32": 2}[x]
@@ -462,11 +465,11 @@ ON_H200 = [
     # norm, rows, columns, x, dy, aligned, what the driver says of these kernels, walkers, column blocks, row threads
     ("rmsnorm", 1017, 4096, "bfloat16", "bfloat16", True, 132, (89, 43, 21)),  # so many that walkers end with them,
     ("layernorm", 1017, 4096, "bfloat16", "bfloat16", True, 132, (89, 43, 21)),
-    ("rmsnorm", 244, 4096, "bfloat16", "bfloat16", True, 132, (100, 32, 16)),
-    ("layernorm", 63, 4096, "bfloat16", "bfloat16", True, 132, (32, 64, 32)),  # not where all steps have a walker,
     ("layernorm", 300, 7168, "bfloat16", "bfloat16", True, 132, (87, 45, 12)),
-    ("rmsnorm", 1017, 5120, "bfloat16", "bfloat16", True, 132, (78, 54, 21)),  # narrower slices, not wider ones,
-    ("layernorm", 98, 5120, "bfloat16", "bfloat16", True, 132, (49, 40, 16)),
+    ("rmsnorm", 244, 4096, "bfloat16", "bfloat16", True, 132, (100, 32, 16)),  # fewer with less data,
+    ("rmsnorm", 1017, 5120, "bfloat16", "bfloat16", True, 132, (78, 54, 21)),  # more of narrower slices,
+    ("layernorm", 98, 5120, "bfloat16", "bfloat16", True, 132, (49, 40, 16)),  # not fewer, where these are few,
+    ("layernorm", 63, 4096, "bfloat16", "bfloat16", True, 132, (32, 64, 32)),  # and not where all steps have a walker,
     ("rmsnorm", 2000, 1024, "bfloat16", "bfloat16", True, 132, (68, 64, 128)),  # nor of two sectors,
     ("rmsnorm", 244, 4096, "float32", "float32", True, 132, (68, 64, 16)),  # nor of larger types,
     ("layernorm", 100, 8191, "bfloat16", "bfloat16", False, 132, (68, 64, 2)),  # nor off 16 bytes,

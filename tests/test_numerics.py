@@ -113,7 +113,7 @@ def test_backward(xp: Any, case: Case) -> None:
     ],
 )
 def test_column_blocks(norm: str, rows: int, columns: int) -> None:
-    """On an H200 two together, half as many, in clusters, off 16 bytes, of one row:
+    """On an H200 two together, of slices of any width, in clusters, off 16 bytes, of one row:
     test_config.py has what is chosen. Without dx their number is another, and so are the bits of dw and db."""
     cupy = pytest.importorskip("cupy")
     case = Case(norm, rows, columns, "bfloat16", "bfloat16" if rows == 1 else "float32", "bfloat16")

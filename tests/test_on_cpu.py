@@ -169,6 +169,7 @@ def test_slices_of_any_width(
     results = backward(norm, on_device(device, tensors), has_bias=case.has_bias)
     named = device.launched[-1].named()
     assert (named.column_blocks, named.column_threads) == (column_blocks, column_threads)
+    assert named.row_threads == 256 // column_threads
     check_backward(case, tensors, run(device, results, "backward_staged"))
 
 
