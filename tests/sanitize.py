@@ -19,9 +19,9 @@ import cupynorm
 # Parts of a warp, one warp, several, blocks of several teams, clusters of 2 to 16; off 16 bytes where N is odd. With
 # few rows blocks of their own sum dw and db, two of them on a multiprocessor at 400x3072 of float32 and 150x10240 of
 # bfloat16, with slices of any width at 1017x4096, 407x10240 and 127x32768; the fewest, to 7x4096 and 40x896, go past
-# the ring; from 6200x1024 on those that walk along the rows meet. The forward
-# pass draws steps of 51000x1024 to 300000x128, at least, on a device of 132 multiprocessors; in these, 3200x7168 and
-# the last two, walkers of both norms keep pace: alone on their multiprocessor, with other blocks, in clusters.
+# the ring; from 6200x1024 on those that walk along the rows meet. The forward pass draws steps of 51000x1024 to
+# 300000x128, at least, on a device of 132 multiprocessors; in these, 3200x7168 and the last two, walkers of both norms
+# keep pace: alone on their multiprocessor, with other blocks, in clusters.
 SHAPES = (
     (40, 128), (300, 128), (20, 256), (9, 512), (9, 1001), (40, 1024), (7, 4096), (5, 5120), (5, 4095), (6, 8192),
     (6, 16384), (6, 20480), (4, 16385), (4, 65536), (3, 131072), (3, 262144), (400, 3072), (150, 10240),
