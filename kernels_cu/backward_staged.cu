@@ -185,7 +185,9 @@ struct NearExchange : SumExchange<kLayerNorm> {
     struct Asked {};
     __device__ NearExchange(BlockState& state, GangState&, const BlockShare& share, const BackwardArguments& a)
         : SumExchange<kLayerNorm>(state, share, a.group_threads) {}
+    __device__ void send(int, int) const {}
     __device__ Asked ask(int) const { return {}; }
+    __device__ void settle(int, Asked&) const {}
     __device__ Sums<Compute> collect(int j, const Sums<Compute>& posted, Asked) const {
         return SumExchange<kLayerNorm>::collect(j, posted);
     }
@@ -284,7 +286,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     if constexpr (kHoldsBack) asm volatile("" : "+r"(held_from));
     for (int j = 0; j < (kHoldsBack ? walk.end : walk.end + kBehind); ++j) {
         const Columns at = own.found_anew();
-        const Exchange::Asked asked = exchange.ask(j - kBehind);  // of no use in the first steps
+        Exchange::Asked asked = exchange.ask(j - kBehind);  // of no use in the first steps
         if (kHoldsBack || j < walk.end) {
             now.row = statistics.of(a, first_row, walk.step, j);
             now.active = ring.wait(now.place) && j < own_count;
@@ -294,14 +296,15 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                     first_half<true, true>(partial, &column_sums, k, x, dy, w, now.row);
                 });
             }
+            if constexpr (kGang) exchange.settle(j - kBehind, asked);
             now.posted = exchange.post(partial, j, share.thread);
         } else if constexpr (kPublishesInLoop) {
             if (!kGang || j == walk.end) attendance = publish(at);
         }
-        if (j >= kBehind && (!kHoldsBack || j <= held_from)) {
-            write_dx(j - kBehind, at, asked);
-            ring.fill_again(before.place, walk, j - kBehind, pace, x_part, dy_part);
-        }
+        const bool writes = j >= kBehind && (!kHoldsBack || j <= held_from);
+        if (writes) write_dx(j - kBehind, at, asked);
+        if constexpr (kGang) exchange.send(j, walk.end);
+        if (writes) ring.fill_again(before.place, walk, j - kBehind, pace, x_part, dy_part);
         if (sums_columns && (kHoldsBack || j < walk.end)) {
             column_sums.row_done(a.group_threads, j + 1 == walk.end);
         }

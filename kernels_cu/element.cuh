@@ -27,7 +27,7 @@ template <> constexpr int kCodeOf<float64> = kFloat64;
 __device__ constexpr int element_bytes(int code) { return code == kFloat64 ? 8 : code == kFloat32 ? 4 : 2; }
 
 __device__ constexpr int minimum(int a, int b) { return a < b ? a : b; }
-__device__ inline int log2_of(unsigned power_of_two) { return 31 - __clz(power_of_two); }
+__device__ inline int log2_of(unsigned n) { return 31 - __clz(n); }  // rounded down
 
 // Where column `column` of an array over columns lies.
 __device__ inline const void* column_address(const void* base, int code, int64 column) {

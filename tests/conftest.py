@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,22 @@ def gpu_missing() -> str | None:
     except Exception as error:  # no CuPy, no CUDA libraries, no driver: each raises its own kind
         return f"no usable CUDA device and CuPy: {type(error).__name__}: {error}"
     return None if count else "no usable CUDA device and CuPy: no device"
+
+
+@pytest.fixture
+def of_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Has launch choices see a device whose memory is slow, or not."""
+    from cupynorm import dispatch
+    from cupynorm.cuda import launch
+
+    device_of = launch.device_of
+
+    def pretend(slow: bool) -> None:
+        monkeypatch.setattr(launch, "device_of", lambda number: device_of(number)._replace(memory_gbps=int(slow)))
+        dispatch.plan_of.cache_clear()
+
+    yield pretend
+    dispatch.plan_of.cache_clear()
 
 
 @pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])

@@ -416,7 +416,7 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
             at_once = max(1, together * device.multiprocessors // row_blocks - 1)
             grid = config.grid(chosen, problem, at_once, device)
             if not grid.column_blocks:
-                assert grid[:3] == (config.walkers.partial_rows(chosen, problem, at_once, device), 0, 0)
+                assert shape_of(chosen, grid) == (config.walkers.partial_rows(chosen, problem, at_once, device), 0, 0)
                 assert not grid.few_rows
                 continue
             found += 1
@@ -430,7 +430,7 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
                 assert grid.walkers == 0
             width = config.common.vector_width(x, dy) if "VECTOR=1" in chosen.definitions else 1
             column_threads = grid.column_threads
-            assert 1 <= grid.row_threads == chosen.threads // column_threads
+            assert 1 <= column_threads <= chosen.threads
             slices = -(-columns // (column_threads * width))
             assert slices > grid.column_blocks - chosen.cluster, "a cluster of blocks without a column"
             slice_bytes = column_threads * width * min(DTYPES[x].itemsize, DTYPES[dy].itemsize)
@@ -457,8 +457,14 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
             numbers = column_threads * width * (2 if norm == "layernorm" else 1) + 16 // config.common.compute_itemsize(
                 x
             )
-            assert grid.row_threads * numbers * config.common.compute_itemsize(x) <= chosen.shared_bytes
+            row_threads = chosen.threads // column_threads
+            assert row_threads * numbers * config.common.compute_itemsize(x) <= chosen.shared_bytes
     assert bool(found) == device.has_clusters
+
+
+def shape_of(chosen, grid):
+    """Walkers, column blocks, and threads of one of these that share a column."""
+    return grid.walkers, grid.column_blocks, grid.column_threads and chosen.threads // grid.column_threads
 
 
 ON_H200 = [
@@ -502,7 +508,7 @@ def test_column_blocks_of_an_h200(norm, rows, columns, x, dy, aligned, at_once, 
     """What is said beside the constants of walkers.py."""
     problem = backward(columns, x, dy, rows=rows, norm=norm)
     chosen = config.backward_config(problem, aligned, DEVICES["sm_90"])
-    assert config.grid(chosen, problem, at_once, DEVICES["sm_90"])[:3] == expected
+    assert shape_of(chosen, config.grid(chosen, problem, at_once, DEVICES["sm_90"])) == expected
 
 
 @pytest.mark.parametrize(
@@ -547,7 +553,7 @@ def test_column_blocks_where_memory_is_slow(norm, rows, columns, fast, slow):
 def test_column_blocks_without_dx_or_db(rows, columns, at_once, want_dx, expected):
     problem = replace(backward(columns, "bfloat16", "bfloat16", rows=rows), want_dx=want_dx, want_db=not want_dx)
     chosen = config.backward_config(problem, True, DEVICES["sm_90"])
-    assert config.grid(chosen, problem, at_once, DEVICES["sm_90"])[:3] == expected
+    assert shape_of(chosen, config.grid(chosen, problem, at_once, DEVICES["sm_90"])) == expected
 
 
 def test_one_row_has_column_blocks_where_that_is_short_or_its_sums_are_narrowed():
@@ -594,7 +600,7 @@ def test_fewer_column_blocks_on_a_small_device(multiprocessors, expected):
     device = config.Device((9, 0), multiprocessors, 232448)
     problem = backward(4096, "float32", "float32", rows=150, norm="rmsnorm")
     chosen = config.backward_config(problem, True, device)
-    assert config.grid(chosen, problem, multiprocessors, device)[:3] == expected
+    assert shape_of(chosen, config.grid(chosen, problem, multiprocessors, device)) == expected
 
 
 def test_the_gpu_tests_have_launches_with_and_without_column_blocks():
@@ -906,29 +912,32 @@ def test_long_rows_fill_the_lanes_of_their_blocks(norm, columns, name, per_threa
 
 
 @pytest.mark.parametrize(
-    ("columns", "name", "blocks", "slab", "lead"),
+    ("columns", "name", "blocks", "slab"),
     [
-        (81928, "bfloat16", 11, 7488, 5),
-        (98304, "float16", 12, 8192, 5),
-        (131072, "bfloat16", 16, 8192, 5),
-        (262144, "bfloat16", 32, 8192, 5),
-        (262152, "bfloat16", 33, 8000, 5),
-        (300000, "bfloat16", 44, 6848, 5),  # three gangs of the fewest blocks would leave 21 multiprocessors
-        (548864, "bfloat16", 132, 4160, 5),
-        (1 << 20, "bfloat16", 128, 8192, 5),
-        (132 * 8192, "bfloat16", 132, 8192, 5),
-        (131072, "float32", 32, 4096, 6),
-        (128 * 4096, "float32", 128, 4096, 6),
+        (81928, "bfloat16", 11, 7488),
+        (98304, "float16", 12, 8192),
+        (114480, "bfloat16", 14, 8192),
+        (163840, "bfloat16", 20, 8192),
+        (262144, "bfloat16", 32, 8192),
+        (262152, "bfloat16", 33, 8000),
+        (300000, "bfloat16", 44, 6848),  # three gangs of the fewest blocks would leave 21 multiprocessors
+        (548864, "bfloat16", 132, 4160),
+        (1 << 20, "bfloat16", 128, 8192),
+        (132 * 8192, "bfloat16", 132, 8192),
+        (131072, "float32", 32, 4096),
+        (128 * 4096, "float32", 128, 4096),
     ],
 )
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
-def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(norm, columns, name, blocks, slab, lead):
-    hopper = DEVICES["sm_90"]
+@pytest.mark.parametrize("device", ["sm_90", "sm_90_slow"])
+def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(device, norm, columns, name, blocks, slab):
+    hopper = DEVICES[device]
     chosen = config.backward_config(backward(columns, name, name, norm=norm), True, hopper)
     assert (chosen.route, chosen.gang, chosen.slabs, chosen.slab_columns) == ("staged", True, blocks, slab)
     assert {"GANG=1", "CLUSTER=1", "PACED=1", "COLUMNS_PER_THREAD=32"} <= set(chosen.definitions)
     assert chosen.threads == chosen.group_threads == 512 // DTYPES[name].itemsize
-    assert (chosen.lead, chosen.stages) == (lead, config.backward.GANG_STAGES)
+    slow = {2: 5, 4: 6}[DTYPES[name].itemsize]
+    assert (chosen.lead, chosen.stages) == (slow if device == "sm_90_slow" else 0, 4)
     assert slab * DTYPES[name].itemsize % 128 == 0
     assert 132 // blocks * blocks >= 0.9 * 132
     assert blocks <= chosen.threads  # each reads the sums of one: gang.cuh
@@ -936,6 +945,25 @@ def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(norm, columns, name, blo
     assert 2 * (chosen.shared_bytes + 1024) > hopper.shared_bytes
     static = config.common.staged_static_bytes(name, 1)
     assert chosen.shared_bytes + static <= hopper.shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("columns", "name", "large"),
+    [
+        (81920, "bfloat16", 8),
+        (114688, "bfloat16", 16),  # 14 KB of a row for each block,
+        (131072, "bfloat16", 16),
+        (56832, "float32", 8),
+        (65536, "float32", 16),
+        (98304, "float32", 16),
+    ],
+)
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_clusters_of_sixteen_stand_beside_gangs_where_memory_is_fast(norm, columns, name, large):
+    problem = backward(columns, name, name, norm=norm)
+    fast, slow = (config.backward_config(problem, True, DEVICES[device]) for device in ("sm_90", "sm_90_slow"))
+    assert (fast.cluster, fast.gang) == (large, False)
+    assert (slow.cluster, slow.gang) == ((large, False) if large == 8 else (1, True))
 
 
 def test_gangs_are_no_larger_than_the_device_and_of_one_type():
@@ -959,7 +987,7 @@ def test_gangs_are_no_larger_than_the_device_and_of_one_type():
 @pytest.mark.parametrize(
     ("file_name", "least"),
     [
-        ("backward_staged.cu", min(config.backward.STAGED_LEAST_STAGES, config.backward.GANG_LEAST_STAGES)),
+        ("backward_staged.cu", min(config.backward.STAGED_LEAST_STAGES, config.backward.GANG_STAGES)),
         ("forward_staged.cu", config.forward.FORWARD_STAGED_LEAST_STAGES),
     ],
 )
@@ -1052,7 +1080,7 @@ def test_who_keeps_pace(name):
         chosen = config.backward_config(problem, True, hopper)
         wanted = chosen.route == "staged" and columns % 8 == 0 and columns >= config.common.columns_per_thread(name)
         wanted &= norm == "rmsnorm" or columns in PACED_LAYERNORM[name]
-        assert (chosen.lead > 0) == wanted, (norm, columns)
+        assert (chosen.lead > 0) == (wanted and not chosen.gang), (norm, columns)
         forward = forward_of(problem)
         chosen = config.forward_config(forward, True, hopper)
         wanted = name in ("float16", "bfloat16") and columns in (32768, 65536)
@@ -1082,7 +1110,8 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
         ):
             if not chosen.lead:
                 idle = norm == "layernorm" and {"COLUMNS_PER_THREAD=64", "CLUSTER=16"} <= set(chosen.definitions)
-                assert "PACED=1" not in chosen.definitions or (idle and chosen.kernel == "forward_staged")
+                gang = "GANG=1" in chosen.definitions and not device.has_slow_memory
+                assert "PACED=1" not in chosen.definitions or gang or (idle and chosen.kernel == "forward_staged")
                 continue
             assert {"PACED=1", "VECTOR=1"} <= set(chosen.definitions), (columns, aligned)
             part = norm == "layernorm" and {"COLUMNS_PER_THREAD=24", "PART_OF_WARP=1"} <= set(chosen.definitions)
@@ -1120,8 +1149,8 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
         ("layernorm", 32768, "bfloat16", 8),  # clusters of four
         ("rmsnorm", 20480, "bfloat16", 6),  # two blocks of 20 KB
         ("rmsnorm", 24576, "bfloat16", 9),  # five of 24 KB in clusters of four
-        ("rmsnorm", 131072, "bfloat16", 5),  # gangs
-        ("layernorm", 262144, "float32", 6),
+        ("rmsnorm", 131072, "bfloat16", 6),  # of sixteen
+        ("layernorm", 262144, "float32", 0),  # gangs
         ("rmsnorm", 16384, "float32", 4),
         ("layernorm", 4096, "float32", 5),
         ("layernorm", 16384, "float32", 7),
@@ -1143,7 +1172,6 @@ def test_a_walker_of_larger_steps_has_fewer_before_the_others(norm, columns, nam
         ("rmsnorm", 12288, "float16", 5, 4),
         ("layernorm", 7168, "bfloat16", 4, 4),
         ("layernorm", 32768, "bfloat16", 4, 3),
-        ("layernorm", 131072, "bfloat16", 5, 5),  # gangs
         ("layernorm", 5120, "bfloat16", 3, 3),  # from here on: would lose, or have no room for one more
         ("layernorm", 512, "bfloat16", 3, 3),
         ("rmsnorm", 512, "bfloat16", 3, 3),
@@ -1353,11 +1381,14 @@ def test_which_memory_is_slow(multiprocessors, gbps, slow):
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_slow_memory_changes_no_sum_of_a_row(norm, name):
-    """Kernels, but for steps that are drawn, and how they split rows are the same, whatever the memory."""
+    """Kernels, but for steps that are drawn, and how they split rows are the same, whatever the memory; but not where
+    clusters of sixteen stand in for gangs."""
     fast, slow = DEVICES["sm_90"], DEVICES["sm_90_slow"]
     for columns, aligned, rows in product(COLUMNS, (True, False), (1, 300, 1 << 16)):
         problem = backward(columns, name, name, rows, norm)
         chosen = [config.backward_config(problem, aligned, device) for device in (fast, slow)]
+        if chosen[1].gang and chosen[0].cluster == 16:
+            continue
         for other in chosen:
             same = {"lead": 0, "paced_steps": 0, "stages": 0, "shared_bytes": 0, "threads": 0}
             assert other._replace(**same) == chosen[0]._replace(**same), (columns, aligned)

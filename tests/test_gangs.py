@@ -1,7 +1,9 @@
-"""Rows that no cluster holds: on a device with clusters gangs of blocks share them (gang.cuh), whatever else runs."""
+"""Rows that no cluster of eight holds: on a device with clusters gangs of blocks share them (gang.cuh), whatever else
+runs, or clusters of sixteen."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -51,8 +53,44 @@ def cupy() -> Any:
 @pytest.mark.parametrize(("columns", "dtype"), LENGTHS)
 @pytest.mark.parametrize("norm", NORMS)
 def test_against_float64(cupy: Any, norm: str, columns: int, dtype: str, rows: int) -> None:
-    """From one row to several of each gang, with column blocks and without; without dw, without dx, into out=."""
-    rows = min(rows, max(1, 35_000_000 // columns))
+    """From one row to several of each gang, with column blocks and without."""
+    check_calls(cupy, norm, columns, dtype, min(rows, max(1, 35_000_000 // columns)))
+
+
+@pytest.mark.parametrize("rows", [1, 67, 250])
+@pytest.mark.parametrize(("columns", "dtype"), [(114688, "bfloat16"), (131072, "float16"), (98304, "float32")])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
+def test_gangs_or_clusters_of_sixteen(
+    cupy: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    of_memory: Callable[[bool], None],
+    slow: bool,
+    norm: str,
+    columns: int,
+    dtype: str,
+    rows: int,
+) -> None:
+    """By whether memory is slow."""
+    made = choices(monkeypatch)
+    of_memory(slow)
+    check_calls(cupy, norm, columns, dtype, rows)
+    if cupy.cuda.Device().compute_capability == "90":
+        assert {(chosen.gang, chosen.cluster) for chosen in made} == {(True, 1) if slow else (False, 16)}
+
+
+def choices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """All that launches choose from now on."""
+    from cupynorm.cuda import config
+
+    made: list[Any] = []
+    choose = config.backward_config
+    monkeypatch.setattr(config, "backward_config", lambda *given: made.append(choose(*given)) or made[-1])
+    return made
+
+
+def check_calls(cupy: Any, norm: str, columns: int, dtype: str, rows: int) -> None:
+    """Against float64; without dw, without dx, into out=."""
     case = Case(norm, rows, columns, dtype, "float32", dtype, has_bias=norm == "layernorm", seed=rows)
     tensors = make_long_case(cupy, case)
     results = backward(norm, tensors, has_bias=case.has_bias)
@@ -74,11 +112,8 @@ def make_long_case(cupy: Any, case: Case) -> Tensors:
 
 def test_gangs_are_what_is_tested_here(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from cupynorm import dispatch
-    from cupynorm.cuda import config
 
-    made: list[Any] = []
-    choose = config.backward_config
-    monkeypatch.setattr(config, "backward_config", lambda *given: made.append(choose(*given)) or made[-1])
+    made = choices(monkeypatch)
     dispatch.plan_of.cache_clear()
     for columns, dtype in LENGTHS:
         backward("rmsnorm", make_tensors(cupy, "rmsnorm", (2, columns), dtype))
@@ -139,7 +174,7 @@ def test_tags_begin_anew_before_they_come_twice(cupy: Any, norm: str) -> None:
     """They are counted from launch to launch; what counts the blocks that are done is zero in between."""
     from cupynorm.cuda import config, launch
 
-    tensors = make_tensors(cupy, norm, (90, 131072), "bfloat16")
+    tensors = make_tensors(cupy, norm, (90, 163840), "bfloat16")
     expected = backward(norm, tensors, has_bias=True)
     stream = cupy.cuda.get_current_stream()
     memory = launch._kept.on_device[cupy.cuda.Device().id][stream.ptr][2]

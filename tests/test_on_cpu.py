@@ -186,7 +186,7 @@ def walkers_sum_columns(monkeypatch: pytest.MonkeyPatch) -> None:
         (23, 81928, "bfloat16", 22, 2, 11, False),  # all entries are used again
         (3, 81928, "bfloat16", 132, 3, 11, True),
         (4, 262152, "bfloat16", 33, 1, 33, False),  # two warps read
-        (11, 65544, "float32", 34, 2, 17, False),
+        (9, 131080, "float32", 66, 2, 33, False),
     ],
 )
 def test_gangs(

@@ -47,7 +47,7 @@ class Backward:
         split = config.route == "split"
         main = _backward_launch(config, "backward_split_apply" if split else f"backward_{config.route}")
         at_once = _walkers_at_once(main, device, config.cluster, config.slabs if config.gang else 1)
-        walkers, column_blocks, row_threads, column_threads, few_rows = choose.grid(config, problem, at_once, device)
+        walkers, column_blocks, column_threads, few_rows = choose.grid(config, problem, at_once, device)
 
         grid = (config.slabs, walkers) if split else (walkers * config.slabs + column_blocks, 1)
         blocks = grid[0] * grid[1]
@@ -83,6 +83,13 @@ class Backward:
             self._widen_w = Launch(widen_w, _WIDENING_THREADS).over(-(-problem.columns // _WIDENING_THREADS))
         w_dtype = problem.compute_dtype if widens_w else problem.w_dtype
 
+        # Of a column block, or of the final reduction.
+        row_threads = (
+            config.threads // column_threads
+            if column_threads
+            else choose.reduction_row_threads(config.threads, blocks, walkers, problem)
+        )
+
         def make_arguments() -> tuple[Arguments, Arguments | None, _Kept]:
             arguments = Arguments(
                 choose.BACKWARD_ARGUMENTS,
@@ -100,7 +107,7 @@ class Backward:
                 choose.least_steps(config.groups, problem.rows, walkers),
                 walkers,
                 config.groups,
-                row_threads or choose.reduction_row_threads(config.threads, blocks, walkers, problem),
+                row_threads,
                 column_threads,
                 column_blocks,
                 *(choose.pace(config, problem.rows, walkers) if reduces else (0, 1)),

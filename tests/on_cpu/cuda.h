@@ -165,6 +165,12 @@ template <class T> T __shfl_xor_sync(unsigned, T value, int distance) {
 template <class T> T __shfl_sync(unsigned, T value, int lane, int width = 32) {
     return on_cpu::from_lane(value, int(threadIdx.x % 32) / width * width + lane % width);
 }
+inline bool __all_sync(unsigned, bool value) {
+    for (int lane = 0; lane < 32; ++lane) {
+        if (!on_cpu::from_lane(value, lane)) return false;
+    }
+    return true;
+}
 inline void __syncwarp() { on_cpu::sync_warp(); }
 inline void __syncthreads() { on_cpu::of_block.wait(blockDim.x); }
 inline int __syncthreads_count(int value) {

@@ -148,6 +148,13 @@ SLOW_PACE_LEAST_STEPS = 6
 # 337 → 341, LayerNorm 348 → 342, 131072 597 → 340, 611 → 341. Not where clusters of eight hold the row: LayerNorm,
 # 65536, 1 GB 350 → 342, but 25 MB 20 → 22.
 MOST_CLUSTER_BESIDE_GANGS = 8
+# Where memory is fast, clusters of sixteen take rows of so many bytes and more for each of their blocks. An H200, 1 GB,
+# clusters and gangs, 98304 (12 KB) 276.7, 263.0 us, LayerNorm 303.4, 259.6, 106496 263.2, 266.0 and 283.0, 261.4,
+# 114688 (14 KB) 249.0, 264.7 and 265.5, 265.0, 131072 241.7, 248.7 and 247.1, 256.0; 100 MB, 106496 37.3, 39.6 and
+# 40.3, 42.5, 131072 38.9, 37.7 and 41.1, 41.4; 25 MB, 114688 20.1, 18.2 and 23.5, 19.9, 131072 as long; float32, 65536
+# 241.1, 251.3 and 243.2, 254.3, 98304 241.3, 271.3 and 244.9, 262.1. There the blocks of a gang lack time, not bytes:
+# of a step of 2900 cycles (LayerNorm 3100), RMSNorm, 131072, they wait 85 for rows, and 300 to 500 for each other.
+FAST_LARGE_CLUSTER_LEAST_BYTES = 14 << 10
 # A block's columns of x and dy together, at most: 32 columns a thread for 256 threads, in float32 for 128. They begin
 # at whole lines of memory: else, 1 GB, an H100, RMSNorm, 262144 in gangs of 33 blocks, 339 → 359 us.
 GANG_STEP_BYTES, GANG_COLUMNS_PER_THREAD, GANG_UNIT = 32 << 10, 32, 64
@@ -155,12 +162,15 @@ GANG_STEP_BYTES, GANG_COLUMNS_PER_THREAD, GANG_UNIT = 32 << 10, 32, 64
 # fewer columns each. 1 GB, an H100: 300000 352.0 → 349.6 us, 400000 373.2 → 371.5, LayerNorm 383.8 → 377.0, 418.6 →
 # 406.2, 700000 434.2 → 426.1, but RMSNorm 700000 380.3 → 385.0, and with hardly any left LayerNorm 262144 344 → 349.
 GANG_LEAST_PART = 0.9
-# Of the steps of a ring one is at work, two wait for their sums, the others are on their way; four have one. An H100,
-# 1 GB, 131072, where three waited: RMSNorm 347 us with six, 337 with five. Lead, quarters of a step: 131072 with
-# four, five, six and seven 339.5, 340.6, 342.2, 343.7 us, LayerNorm 344.1, 345.5, 347.8, 348.4; float32 342.7, 342.9,
-# 339.3, 340.6 and 343.6, 343.6, 341.3, 342.7.
-GANG_STAGES, GANG_LEAST_STAGES = 5, 4
-GANG_LEAD = {2: 5, 4: 6}  # by bytes of x's type
+# Of the steps of a ring one is at work, two wait for their sums, one is on its way. An H100, 1 GB, with four and five:
+# 131072 337.5, 338.0 us, 262144 338.8, 339.8, LayerNorm 342.1, 343.1 and 344.4, 344.7, float32, 65536, 336.0, 338.6 and
+# 339.3, 340.6; with three that wait, and six steps, 131072 342.1, LayerNorm, five steps, 344.8.
+GANG_STAGES = 4
+# Pace, quarters of a step, by whether memory is slow and by bytes of x's type. An H100, rings of five steps, 131072,
+# with four, five, seven, nine and none 339.3, 338.0, 339.7, 344.3, 367.4 us, LayerNorm 344.8, 343.1, 345.4, 347.2,
+# 367.5; float32, 65536, with four, six, seven and nine 338.8, 338.6, 340.2, 343.2. But an H200, 262144 265.4 with five,
+# 249.8 with thirteen, 250.1 without, LayerNorm 287.0, 259.6, 258.0.
+GANG_LEAD = {False: {2: 0, 4: 0}, True: {2: 5, 4: 6}}
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
 SPLIT_THREADS = 256
 # Where more blocks share a multiprocessor, they count their steps in so many places, not in one (Pace of staged.cuh).
@@ -244,8 +254,10 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
     gangs = may_form_gangs(name, dy_name, vector, device)
     for cluster in CLUSTERS:
         slab = slab_of(problem.columns, cluster, width)
-        most = 1 if small else largest_cluster(gangs, device)
+        most = 1 if small else device.largest_cluster
         if cluster > most or (cluster - 1) * slab >= problem.columns:
+            continue
+        if gangs and _leaves_to_gangs(cluster, slab * ITEMSIZE[name], device):
             continue
         choice = staged_choice(name, dy_name, vector, cluster, device)
         parts = part_of_warp_lanes(name, vector, choice, device)
@@ -277,9 +289,8 @@ def _gang(problem: NormProblem, definitions: tuple[str, ...], device: Device) ->
     blocks = divide_up(problem.columns, slab)
     outer_bytes = _column_sums_bytes(problem, GANG_COLUMNS_PER_THREAD) * threads
     step_bytes = 2 * part_bytes(x, True, slab)
-    stages = (device.shared_bytes - staged_static_bytes(x, 1) - outer_bytes) // step_bytes
-    stages = min(stages, GANG_STAGES)
-    if stages < GANG_LEAST_STAGES:
+    room = device.shared_bytes - staged_static_bytes(x, 1) - outer_bytes
+    if GANG_STAGES * step_bytes > room:
         return None
     return BackwardConfig(
         route="staged",
@@ -289,20 +300,22 @@ def _gang(problem: NormProblem, definitions: tuple[str, ...], device: Device) ->
         slab_columns=slab,
         slabs=blocks,
         gang=True,
-        stages=stages,
-        shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // 2),
-        lead=GANG_LEAD[ITEMSIZE[x]],
+        stages=GANG_STAGES,
+        shared_bytes=max(outer_bytes + step_bytes * GANG_STAGES, device.shared_bytes // 2),
+        lead=GANG_LEAD[device.has_slow_memory][ITEMSIZE[x]],
         paced_steps=PACE_LEAST_STEPS[problem.norm],
     )
 
 
 def may_form_gangs(x: str, dy: str, vector: bool, device: Device) -> bool:
-    """Whether rows that eight blocks do not hold go to gangs. Mixed types and single columns were not tried."""
+    """Whether there are gangs beside clusters of over eight. Mixed types and single columns were not tried."""
     return vector and x == dy and ITEMSIZE[x] <= 4 and device.has_large_shared_memory
 
 
-def largest_cluster(gangs: bool, device: Device) -> int:
-    return min(device.largest_cluster, MOST_CLUSTER_BESIDE_GANGS) if gangs else device.largest_cluster
+def _leaves_to_gangs(cluster: int, slab_bytes: int, device: Device) -> bool:
+    """Whether gangs take rows that such a cluster would hold, of so many bytes for each block."""
+    large = cluster > MOST_CLUSTER_BESIDE_GANGS
+    return large and (device.has_slow_memory or slab_bytes < FAST_LARGE_CLUSTER_LEAST_BYTES)
 
 
 def gang_definitions() -> tuple[str, ...]:

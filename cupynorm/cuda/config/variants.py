@@ -15,7 +15,6 @@ from .backward import (
     direct_definitions,
     gang_definitions,
     has_short_rows,
-    largest_cluster,
     may_fill_lanes,
     may_form_gangs,
     may_keep_pace,
@@ -81,8 +80,7 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         paced_of = functools.partial(may_keep_pace, kind)
         short_of = functools.partial(has_short_rows, x, vector)
         gangs = may_form_gangs(x, dy, vector, device)
-        most = largest_cluster(gangs, device)
-        yield from _staged_variants("backward_staged", definitions, x, device, most, choices, parts, paced_of, short_of)
+        yield from _staged_variants("backward_staged", definitions, x, device, choices, parts, paced_of, short_of)
         if gangs:
             yield Variant("backward_staged.cu", ("backward_staged",), (*definitions, *gang_definitions()))
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
@@ -98,10 +96,7 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         def paced(held: tuple[int, int], cluster: int, full: bool, norm: str = norm, vector: bool = vector) -> bool:
             return forward_keeps_pace(norm, held, cluster, vector, full)
 
-        most = device.largest_cluster
-        yield from _staged_variants(
-            "forward_staged", definitions, x, device, most, choices, parts, paced, lambda *_: False
-        )
+        yield from _staged_variants("forward_staged", definitions, x, device, choices, parts, paced, lambda *_: False)
         if device.has_large_shared_memory and may_draw_short_rows(norm, x, vector):
             for per_thread, part in ((columns_per_thread(x), False), *((n, True) for n in parts)):
                 staged = staged_definitions(per_thread, 1, part, paced=False, draws=True)
@@ -117,7 +112,6 @@ def _staged_variants(
     definitions: tuple[str, ...],
     x: str,
     device: Device,
-    most_blocks: int,
     choice_of: Callable[[int, Device], Choice],
     part_of_warp: Iterable[int],
     paced_of: Callable[[tuple[int, int], int, bool], bool],
@@ -127,7 +121,7 @@ def _staged_variants(
     have gaps between them."""
     if not device.has_clusters:
         return
-    clusters = [cluster for cluster in CLUSTERS if cluster <= most_blocks]
+    clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
     pairs = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
     parts = {(n, 1, True) for n in part_of_warp}
     wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}

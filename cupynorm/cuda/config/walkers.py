@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from ...problem import NormProblem
@@ -39,15 +38,15 @@ STEP_COUNTERS_BYTES = STEP_COUNTERS * 128
 # 10 MB it gained nothing, with 75 MB little, and with 1 GB it took 3 to 13% longer.
 READ_ONCE_BYTES = (16 << 20, 50 << 20)
 # Where x, dy and dx take at most so many bytes, and column blocks (column_blocks.cuh) at most so many rows for each of
-# their threads, these sum dw and db, and row walkers find dx alone. By whether db is summed; rows also by the sectors
-# of memory that a slice of columns is wide: one, two, or more. RMSNorm, 64x1024 9.6 → 6.8 us, 1628x2560 17.7 → 14.8;
+# their threads, these sum dw and db, and row walkers find dx alone. Rows by whether db is summed and by the sectors of
+# memory that a slice of columns is wide: one, two, or more. RMSNorm, 64x1024 9.6 → 6.8 us, 1628x2560 17.7 → 14.8;
 # LayerNorm, 64x4096 12.7 → 7.9, 407x10240 21.8 → 15.8. Where memory is slow (True), fewer walkers lose more.
 #
 # Of 16-bit types in vectors and small clusters, from a scan of 23 lengths and seven sizes with and without, 37 MB
-# unless said: an H200, RMSNorm 10240, 61 rows, 20.1 → 18.5 us, 32768 20.9 → 18.8, LayerNorm 8192, 76, 21.9 → 19.6, 43
-# MB, 88, 23.9 → 22.1, 10240, 88, 25.9 → 24.1, 32768 23.2 → 19.9; an H100, RMSNorm 20480, 61, 24.4 → 21.6, LayerNorm
-# 10240 28.3 → 24.3, 6144, 48, 25.5 → 23.4. But of few column blocks, beside walkers that take several rows a step, an
-# H200, 31 MB, 2560, 64 rows, 17.1 → 18.0, LayerNorm 19.0 → 20.3, an H100, 25 MB, 51 rows, 18.3 → 19.2, 19.8 → 21.9.
+# unless said: an H200, RMSNorm 10240, 57 rows, 20.1 → 18.5 us, 32768 20.9 → 18.8, LayerNorm 8192, 71, 21.9 → 19.6,
+# 32768 23.2 → 19.9, 43 MB, 8192, 83, 23.9 → 22.1, 10240, 88, 25.9 → 24.1; an H100, RMSNorm 20480, 57, 24.4 → 21.6,
+# LayerNorm 10240 28.3 → 24.3, 6144, 48, 25.5 → 23.4. But of few column blocks, beside walkers that take several rows a
+# step, an H200, 31 MB, 2560, 64 rows, 17.1 → 18.0, LayerNorm 19.0 → 20.3, an H100, 25 MB, 51 rows, 19.8 → 21.9.
 # Some lose within the limits: an H200, 37 MB, 7168 18.4 → 18.9; an H100, 28 MB, LayerNorm 5120 4%.
 #
 # Else: beyond these limits some lost, RMSNorm, 36 MB, N=131072 9%, LayerNorm without db, 31 MB, N=65536 14%; within
@@ -103,14 +102,12 @@ class Grid(NamedTuple):
 
     walkers: int  # blocks, clusters, gangs, or blocks of one slab, that walk along the rows
     column_blocks: int = 0  # behind them, blocks that sum dw and db (column_blocks.cuh); 0: the walkers do
-    row_threads: int = 0  # of a column block, that share a column
-    column_threads: int = 0  # of a column block, side by side
+    column_threads: int = 0  # of a column block, side by side; those that are as far apart share columns
     few_rows: bool = False  # no group has more than one, and walkers sum no columns
 
 
 class _ColumnBlocks(NamedTuple):
     blocks: int  # in whole clusters
-    row_threads: int
     column_threads: int
     rows: float  # of each of the block's threads, were none left over; as they count
     sectors: int  # that a slice is wide
@@ -154,7 +151,7 @@ def _column_blocks_grid(
         found = _column_blocks(config, problem, COLUMN_BLOCKS * together * (2 if config.slabs <= 2 else 1))
         if found.rows > _most_rows(found, config, problem, device):
             return None
-        return Grid(0, found.blocks, found.row_threads, found.column_threads)
+        return Grid(0, found.blocks, found.column_threads)
 
     def room(found: _ColumnBlocks, most: int) -> int:
         spread = found.blocks <= most and config.threads >= 4 * WARP
@@ -175,7 +172,7 @@ def _column_blocks_grid(
             if config.gang:  # what whole gangs leave: 25 MB, RMSNorm, 163840, with 32 blocks, not 40, 22.9 → 28.0 us
                 left = _column_blocks(config, problem, room(found, most) - walkers * config.slabs)
                 found = left if left.rows <= _most_rows(left, config, problem, device) else found
-            return Grid(walkers, found.blocks, found.row_threads, found.column_threads)
+            return Grid(walkers, found.blocks, found.column_threads)
     return None
 
 
@@ -220,11 +217,10 @@ def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, aim:
         others = [column_threads * n // 4 for n in quarters]
         step, least = 2 * sector_threads, OTHER_SLICES_LEAST_SECTORS * sector_threads
         fit = [n for n in others if n % step == 0 and least <= n <= config.threads and slices(n) <= most]
-        column_threads = min([column_threads, *fit], key=lambda n: abs(math.log(slices(n) / aim)))
+        column_threads = min([column_threads, *fit], key=lambda n: max(slices(n), aim) / min(slices(n), aim))
     blocks, of_a_block = min(slices(column_threads), most), divide_up(slices(column_threads), most)
     return _ColumnBlocks(
         blocks=divide_up(blocks, config.cluster) * config.cluster,
-        row_threads=config.threads // column_threads,
         column_threads=column_threads,
         rows=divide_up(problem.rows * column_threads, config.threads) * of_a_block * _counts_as_rows(x, dy),
         sectors=column_threads // sector_threads,
