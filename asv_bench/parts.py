@@ -44,10 +44,12 @@ NO_SUMS = (
                     first_half<true, true>(partial, &column_sums, k, x, dy, w, now.row);
                 });
             }
+            if constexpr (kGang) exchange.settle(j - kBehind, asked);
             now.posted = exchange.post(partial, j, share.thread);
 """,
         "            now.posted = partial;\n",
     ),
+    ("        if constexpr (kGang) exchange.send(j, walk.end);\n", ""),
 )
 COPIES = (
     (
@@ -72,8 +74,8 @@ ARITHMETIC = (
     ("ring.start<kFirstSteps>(walk, x_part, dy_part);", "ring.start<0>(walk, x_part, dy_part);"),
     ("    ring.start_others<kFirstSteps>(walk, x_part, dy_part);\n", ""),
     (
-        "            ring.fill_again(before.place, walk, j - kBehind, pace, x_part, dy_part);\n",
-        "            __syncwarp();\n",
+        "        if (writes) ring.fill_again(before.place, walk, j - kBehind, pace, x_part, dy_part);\n",
+        "        __syncwarp();\n",
     ),
 )
 
