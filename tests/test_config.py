@@ -947,23 +947,29 @@ def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(device, norm, columns, n
     assert chosen.shared_bytes + static <= hopper.shared_bytes
 
 
-@pytest.mark.parametrize(
-    ("columns", "name", "large"),
-    [
-        (81920, "bfloat16", 8),
-        (114688, "bfloat16", 16),  # 14 KB of a row for each block,
-        (131072, "bfloat16", 16),
-        (56832, "float32", 8),
-        (65536, "float32", 16),
-        (98304, "float32", 16),
-    ],
-)
-@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
-def test_clusters_of_sixteen_stand_beside_gangs_where_memory_is_fast(norm, columns, name, large):
-    problem = backward(columns, name, name, norm=norm)
-    fast, slow = (config.backward_config(problem, True, DEVICES[device]) for device in ("sm_90", "sm_90_slow"))
-    assert (fast.cluster, fast.gang) == (large, False)
-    assert (slow.cluster, slow.gang) == ((large, False) if large == 8 else (1, True))
+# norm, dtype; the last length of each that eight blocks hold, of gangs, of clusters of sixteen: as the README has them.
+FAST_RANGES = [
+    ("rmsnorm", "bfloat16", 81920, 114560, 131072),
+    ("layernorm", "float16", 81920, 114560, 131072),
+    ("rmsnorm", "float32", 65024, 65024, 128512),
+    ("layernorm", "float32", 56832, 57216, 112128),
+]
+
+
+@pytest.mark.parametrize(("norm", "name", "eight", "gangs", "sixteen"), FAST_RANGES)
+def test_clusters_of_sixteen_stand_beside_gangs_where_memory_is_fast(norm, name, eight, gangs, sixteen):
+    """From 14 KB of a row for each block on."""
+
+    def chosen(columns, device):
+        found = config.backward_config(backward(columns, name, name, norm=norm), True, DEVICES[device])
+        return "gang" if found.gang else found.cluster
+
+    for last, one, other in ((eight, 8, "gang"), (gangs, "gang", 16), (sixteen, 16, "gang")):
+        if last == eight == gangs:
+            one, other = 8, 16
+        assert (chosen(last, "sm_90"), chosen(last + 8, "sm_90")) == (one, other), last
+        assert chosen(last, "sm_90_slow") == (8 if last == eight else "gang")
+        assert chosen(last + 8, "sm_90_slow") == "gang"
 
 
 def test_gangs_are_no_larger_than_the_device_and_of_one_type():

@@ -187,6 +187,8 @@ def walkers_sum_columns(monkeypatch: pytest.MonkeyPatch) -> None:
         (3, 81928, "bfloat16", 132, 3, 11, True),
         (4, 262152, "bfloat16", 33, 1, 33, False),  # two warps read
         (9, 131080, "float32", 66, 2, 33, False),
+        (7, 262152, "bfloat16", 65, 1, 65, False),  # three
+        (5, 262152, "float32", 98, 1, 98, False),  # all four
     ],
 )
 def test_gangs(
