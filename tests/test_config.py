@@ -947,29 +947,22 @@ def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(device, norm, columns, n
     assert chosen.shared_bytes + static <= hopper.shared_bytes
 
 
-# norm, dtype; the last length of each that eight blocks hold, of gangs, of clusters of sixteen: as the README has them.
-FAST_RANGES = [
-    ("rmsnorm", "bfloat16", 81920, 114560, 131072),
-    ("layernorm", "float16", 81920, 114560, 131072),
-    ("rmsnorm", "float32", 65024, 65024, 128512),
-    ("layernorm", "float32", 56832, 57216, 112128),
-]
+# On either side of each length that the README names: the blocks of a cluster, or 0 for gangs, where memory is fast.
+FAST_EDGES = {
+    ("rmsnorm", "bfloat16"): {81920: 8, 81928: 0, 114560: 0, 114568: 16, 131072: 16, 131080: 0},
+    ("layernorm", "float16"): {81920: 8, 81928: 0, 114560: 0, 114568: 16, 131072: 16, 131080: 0},
+    ("rmsnorm", "float32"): {65024: 8, 65032: 16, 128512: 16, 128520: 0},
+    ("layernorm", "float32"): {56832: 8, 56840: 0, 57216: 0, 57224: 16, 112128: 16, 112136: 0},
+}
 
 
-@pytest.mark.parametrize(("norm", "name", "eight", "gangs", "sixteen"), FAST_RANGES)
-def test_clusters_of_sixteen_stand_beside_gangs_where_memory_is_fast(norm, name, eight, gangs, sixteen):
-    """From 14 KB of a row for each block on."""
-
-    def chosen(columns, device):
-        found = config.backward_config(backward(columns, name, name, norm=norm), True, DEVICES[device])
-        return "gang" if found.gang else found.cluster
-
-    for last, one, other in ((eight, 8, "gang"), (gangs, "gang", 16), (sixteen, 16, "gang")):
-        if last == eight == gangs:
-            one, other = 8, 16
-        assert (chosen(last, "sm_90"), chosen(last + 8, "sm_90")) == (one, other), last
-        assert chosen(last, "sm_90_slow") == (8 if last == eight else "gang")
-        assert chosen(last + 8, "sm_90_slow") == "gang"
+@pytest.mark.parametrize(("norm", "name"), FAST_EDGES)
+def test_clusters_of_sixteen_stand_beside_gangs_where_memory_is_fast(norm, name):
+    """From 14 KB of a row for each block on; where it is slow, clusters of eight alone."""
+    for columns, fast in FAST_EDGES[norm, name].items():
+        for device, blocks in (("sm_90", fast), ("sm_90_slow", 8 if fast == 8 else 0)):
+            chosen = config.backward_config(backward(columns, name, name, norm=norm), True, DEVICES[device])
+            assert (chosen.gang, chosen.cluster) == (blocks == 0, blocks or 1), (columns, device)
 
 
 def test_gangs_are_no_larger_than_the_device_and_of_one_type():
