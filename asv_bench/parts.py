@@ -41,7 +41,7 @@ NO_SUMS = (
     (
         """            if (now.active) {
                 staged_row(now.place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool) {
-                    first_half<true, true>(partial, &column_sums, k, x, dy, w, now.row);
+                    first_half<true, kSumsColumns>(partial, &column_sums, k, x, dy, w, now.row);
                 });
             }
             if constexpr (kGang) exchange.settle(j - kBehind, asked);

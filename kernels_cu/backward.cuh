@@ -74,10 +74,6 @@ struct BackwardArguments {
     short step_counters;    // a power of two
     bool read_once;         // x and dy need not stay in the L2 cache
     bool few_rows;          // no group has more than one, and walkers write dx alone
-
-    // Where row walkers leave their sums.
-    __device__ void* walkers_dw() const { return column_blocks ? nullptr : dw; }
-    __device__ void* walkers_db() const { return column_blocks ? nullptr : db; }
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 
@@ -136,8 +132,8 @@ struct PartialRow {
 
     __device__ PartialRow(const BackwardArguments& a, int64 row, int first_column) {
         const int64 start = row * partial_row_stride(a.columns) + first_column;
-        dw = in(a.walkers_dw(), a.dw_partials, start);
-        db = kWantDb ? in(a.walkers_db(), a.db_partials, start) : nullptr;
+        dw = in(a.dw, a.dw_partials, start);
+        db = kWantDb ? in(a.db, a.db_partials, start) : nullptr;
     }
 
 private:
@@ -325,7 +321,7 @@ __device__ inline Attendance publish_columns(const BackwardArguments& a, ColumnS
                                              const Columns& own, int group_threads) {
     Attendance attendance;
     if (a.meeting) attendance.look(*a.meeting);
-    if (!a.column_blocks && (a.dw || a.db)) sums.write_partials(PartialRow(a, row, first_column), own, group_threads);
+    if (a.dw || a.db) sums.write_partials(PartialRow(a, row, first_column), own, group_threads);
     if (a.meeting) attendance.arrive(*a.meeting);
     return attendance;
 }

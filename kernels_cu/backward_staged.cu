@@ -8,9 +8,11 @@
 // In registers: this thread's w, dw and db. In shared memory: the ring, the second level of dw and db, four slots of
 // sums per group. To memory: x, dy and dx once; one partial row of dw and db for each block, cluster or gang, which the blocks
 // together add up in the end (reduction.cuh). Orders of sums: a row over a thread's columns, over its lanes by a butterfly,
-// over its warps and blocks likewise; a column over 16 rows, over these in turn, over the block's groups. Where there is little
-// data, the last blocks of the grid sum dw and db (column_blocks.cuh), and read x and dy once more; the others write dx alone.
-// Few rows whose dx alone the walkers write go past the ring.
+// over its warps and blocks likewise; a column over 16 rows, over these in turn, over the block's groups.
+//
+// With DX_ALONE walkers write dx alone, few rows past the ring. Where there is little data, the last blocks of the grid sum dw and
+// db (column_blocks.cuh), and read x and dy once more. Two kernels, compiled at the same time, so that the first call takes the
+// time of one: NVRTC, two cores, N=4096, 0.69 → 0.50 s, LayerNorm 0.85 → 0.60. A row's dx has the same bits in both.
 //
 // What stands before the first copies is short. By stamps (RMSNorm, N=1024, 25 MB, an H100) the first rows are asked for 1730 cycles
 // after a block starts, of which 760 go by until the first argument is there. What is waited for is asked for in the order in which
@@ -19,6 +21,12 @@
 #include "column_blocks.cuh"
 #include "gang.cuh"
 #include "staged.cuh"
+#include "few_rows.cuh"
+
+#ifndef DX_ALONE
+#define DX_ALONE 0
+#endif
+constexpr bool kSumsColumns = !DX_ALONE;
 
 // The statistics of a group's rows, as many steps ahead as the group has lanes in a warp: lane i loads those of the
 // batch's row i.
@@ -74,74 +82,6 @@ private:
     }
 };
 
-// Whether few rows, of which no group has more than one, go from memory to registers and back, past the ring: by so little code
-// that less of it is waited for. An H100, 1x4096 6.5 → 6.1 us, LayerNorm 6.8 → 6.3, 64x1024 6.8 → 6.3, 7.3 → 6.4. It takes
-// up to a tenth longer to compile. With 40 columns a thread and in clusters it gained nothing.
-constexpr bool kTakesFewRows = kVector > 1 && kColumnsPerThread <= 32 && !kSplitsRows;
-
-// Of the arguments, what few rows need.
-struct FewRowsArguments {
-    const X* x;
-    const Dy* dy;
-    const void* w;
-    const Compute *mean, *rstd;
-    X* dx;
-    int64 rows, x_row_stride, dy_row_stride, dx_row_stride;
-    int columns, w_code, group_threads, slab_columns, groups;
-
-    __device__ explicit FewRowsArguments(const BackwardArguments& a)
-        : x(a.x), dy(a.dy), w(a.w), mean(a.mean), rstd(a.rstd), dx(a.dx), rows(a.rows), x_row_stride(a.x_row_stride),
-          dy_row_stride(a.dy_row_stride), dx_row_stride(a.dx_row_stride), columns(a.columns), w_code(a.w_code),
-          group_threads(a.group_threads), slab_columns(a.slab_columns), groups(a.groups) {}
-};
-
-// dx of the block's rows, one for each group. Not in line: what the walk begins with follows the kernel's first instructions. All
-// of a row's vectors from one address, and those that are not there afterwards: 60 instructions before the first load, not 120 (an
-// H100, 1x128 5.35 → 5.25 us, LayerNorm 5.4 → 5.2).
-__device__ __noinline__ void write_few_rows(FewRowsArguments a, BlockState* state) {
-    if constexpr (kWholeWarps) a.group_threads = a.group_threads < 32 ? 32 : a.group_threads;  // never: so nothing is divided
-    const BlockShare share(a, BlockColumns(a));
-    const unsigned number = blockIdx.x * share.groups + share.group;
-    const bool active = number < a.rows;
-    const Columns own(share.thread, a.group_threads, share.columns);
-    const X* x_row = a.x + number * a.x_row_stride + own.first;
-    const Dy* dy_row = a.dy + number * a.dy_row_stride + own.first;
-    asm volatile("" : "+l"(x_row), "+l"(dy_row));  // found here, once
-    XVector x[kVectors] = {};
-    DyVector dy[kVectors] = {};
-    RowStatistics row = {};
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-        if (!active || !own.holds(k)) continue;
-        x[k].load_streaming(x_row + k * own.step());
-        dy[k].load_streaming(dy_row + k * own.step());
-    }
-    if (active) row.load(a, number);
-    Weights w;
-    w.load(a.w, a.w_code, own);
-    // Where the thread has no column, it reads what it reads in the ring, so that an Inf there shows, too.
-    if (!own.holds(kVectors - 1) && active && share.team_columns) {
-#pragma unroll
-        for (int k = 0; k < kVectors; ++k) {
-            if (own.holds(k)) continue;
-            x[k].load(x_row + share.team_column - own.first);
-            dy[k].load(dy_row + share.team_column - own.first);
-        }
-    }
-    const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
-
-    Sums<Compute> sums = {Compute(0), Compute(0)};
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) first_half<true, false>(sums, nullptr, k, x[k], dy[k], w, row);
-    sums = SumExchange<kLayerNorm>(*state, share, a.group_threads).at_once(sums, share.thread);
-    const RowCoefficients coefficients(sums, reciprocal_columns, row);
-    X* const dx = a.dx + number * a.dx_row_stride;
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-        second_half(dx + own.at(k), active && own.holds(k), k, x[k], dy[k], w, row, coefficients);
-    }
-}
-
 // Threads on a multiprocessor that leave each the registers that it needs: config/backward.py asks for no more.
 constexpr int kColumnBytes = kColumnsPerThread * int(sizeof(Compute));
 constexpr bool kFewRegisters = sizeof(X) < 4 || !kWantDb;
@@ -161,7 +101,7 @@ constexpr bool kFillsBlock = kColumnsPerThread == 28 && !kClustered && sizeof(X)
 // loop of their own. LayerNorm with db gains where registers are few, in clusters (N=14336, 1 GB, 248 → 246 us), where pace is
 // kept (N=8192, 100 MB, 39.6 → 37.9; not with 24 columns: 3 to 6% more at 6 MB), and with single columns (12289, 100 MB, 44.4 →
 // 43.8). It takes some 10% longer to compile. Larger types were not timed.
-constexpr bool kHoldsBack = kLayerNorm && kWantDb && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps && !kGang &&
+constexpr bool kHoldsBack = kSumsColumns && kLayerNorm && kWantDb && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps && !kGang &&
                             (kClustered || kVector == 1 || (kColumnsPerThread > 24 && PACED && !kFillsBlock));
 
 // Steps from a row's first half to its second.
@@ -211,14 +151,16 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     __shared__ GangState gang_state;
     __shared__ PaceState pace_state;
 
-    const unsigned row_blocks = gridDim.x - a.column_blocks;  // unsigned: a signed one is not divided by a shift
-    if (blockIdx.x >= row_blocks) {
-        sum_columns(ColumnArguments(a), blockIdx.x - row_blocks, reinterpret_cast<Compute*>(shared));
-        return;
-    }
-
-    if constexpr (kTakesFewRows) {
-        if (a.few_rows) return write_few_rows(FewRowsArguments(a), &state);
+    // Unsigned: a signed one is not divided by a shift.
+    const unsigned row_blocks = kSumsColumns ? gridDim.x : gridDim.x - a.column_blocks;
+    if constexpr (!kSumsColumns) {
+        if (blockIdx.x >= row_blocks) {
+            sum_columns(ColumnArguments(a), blockIdx.x - row_blocks, reinterpret_cast<Compute*>(shared));
+            return;
+        }
+        if constexpr (kTakesFewRows) {
+            if (a.few_rows) return write_few_rows(FewRowsArguments(a), &state);
+        }
     }
 
     const BlockColumns block(a, kGang ? row_blocks / unsigned(a.partial_rows) : kCluster);
@@ -238,7 +180,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     exchange.start(share.thread);
     const PaceOf<PACED> pace(a, a.meeting->counters, pace_state, walk, share);
     announce_barriers();
-    if (a.meeting) a.meeting->start();
+    if (kSumsColumns && a.meeting) a.meeting->start();
     wait_for_barriers();
 
     const Columns own(share.thread, a.group_threads, share.columns);
@@ -277,7 +219,6 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         }
         dx += walk.step * a.dx_row_stride;
     };
-    const bool sums_columns = !a.column_blocks && (a.dw || a.db);
     Attendance attendance;
     // The first half of step j, then the second half of the step kBehind before it; with kHoldsBack, those of step held_from and
     // later come behind the loop.
@@ -293,19 +234,19 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             Sums<Compute> partial = {Compute(0), Compute(0)};
             if (now.active) {
                 staged_row(now.place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool) {
-                    first_half<true, true>(partial, &column_sums, k, x, dy, w, now.row);
+                    first_half<true, kSumsColumns>(partial, &column_sums, k, x, dy, w, now.row);
                 });
             }
             if constexpr (kGang) exchange.settle(j - kBehind, asked);
             now.posted = exchange.post(partial, j, share.thread);
-        } else if constexpr (kPublishesInLoop) {
+        } else if constexpr (kSumsColumns && kPublishesInLoop) {
             if (!kGang || j == walk.end) attendance = publish(at);
         }
         const bool writes = j >= kBehind && (!kHoldsBack || j <= held_from);
         if (writes) write_dx(j - kBehind, at, asked);
         if constexpr (kGang) exchange.send(j, walk.end);
         if (writes) ring.fill_again(before.place, walk, j - kBehind, pace, x_part, dy_part);
-        if (sums_columns && (kHoldsBack || j < walk.end)) {
+        if (kSumsColumns && (kHoldsBack || j < walk.end)) {
             column_sums.row_done(a.group_threads, j + 1 == walk.end);
         }
         if (!kHoldsBack || j <= held_from || j == 0) {  // a walk of one step holds it back
@@ -315,7 +256,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         }
         now.place.advance(a.stages);
     }
-    if constexpr (!kPublishesInLoop) attendance = publish(own);
+    if constexpr (kSumsColumns && !kPublishesInLoop) attendance = publish(own);
     if constexpr (kHoldsBack) {
 #pragma unroll 1
         for (int j = held_from < 0 ? 0 : held_from; j < walk.end; ++j) {  // no place is filled again any more
@@ -327,8 +268,10 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             before.place.advance(a.stages);
         }
     }
-    constexpr int kBatch = kThreadsAtOnce == 256 ? kReductionBatch : 8;
-    reduce_partials<kBatch, 0, Compute>(a, attendance, shared, share.first_column, share.columns);
+    if constexpr (kSumsColumns) {
+        constexpr int kBatch = kThreadsAtOnce == 256 ? kReductionBatch : 8;
+        reduce_partials<kBatch, 0, Compute>(a, attendance, shared, share.first_column, share.columns);
+    }
     pace.finish();
     exchange.leave(row_blocks, a.steps + 1);
     leave_together();

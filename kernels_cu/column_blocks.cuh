@@ -1,10 +1,9 @@
 // dw and db where there is little data, by blocks of their own: these go down the columns, while row walkers, if dx is
-// wanted, write that alone in the same launch. (Where they do not go past the ring they sum, too, for nobody.) Then x and dy
-// are read twice, the second time mostly from the L2 cache, but no block waits for another, and no partial row goes through
-// memory.
+// wanted, write that alone in the same launch. Then x and dy are read twice, the second time mostly from the L2 cache, but no
+// block waits for another, and no partial row goes through memory.
 //
 // A block takes slices of columns, of 16 bytes or a single element for each of its `column_threads`, and all rows of these,
-// shared out among `row_threads`; a few threads may be left over. Order of a column's sum: kBatch of a thread's rows in turn,
+// shared out among `row_threads`; a few threads may be left over. Order of a column's sum: kSummed of a thread's rows in turn,
 // these in turn; then, in float64, every n-th thread in turn, and n lanes by a butterfly.
 //
 // Expects backward.cuh.
@@ -30,8 +29,9 @@ struct ColumnSlices {
     using WideX = Packed<X, kWideVector>;
     using WideDy = Packed<Dy, kWideVector>;
 
-    // Rows for which a thread waits together.
-    static constexpr int kBatch = sizeof(WideX) + sizeof(WideDy) <= 32 ? 8 : sizeof(WideX) <= 32 ? 4 : 2;
+    // Rows that a thread adds up, and for which it waits together.
+    static constexpr int kSummed = sizeof(WideX) + sizeof(WideDy) <= 32 ? 8 : sizeof(WideX) <= 32 ? 4 : 2;
+    static constexpr int kBatch = 2 * kSummed;
     struct ThreadSums {
         Compute dw[kWideVector] = {}, db[kWideVector] = {};
     };
@@ -120,22 +120,26 @@ private:
             }
             at.advance(*this);
         }
-        ThreadSums batch;
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            Compute x[kWideVector], dy[kWideVector];
-            x_packed[i].unpack(x);
-            dy_packed[i].unpack(dy);
+        for (int first = 0; first < kRows; first += kSummed) {
+            if (first > 0 && first_row + first * a.row_threads >= a.rows) return;
+            ThreadSums part;
+#pragma unroll
+            for (int i = first; i < minimum(first + kSummed, kRows); ++i) {
+                Compute x[kWideVector], dy[kWideVector];
+                x_packed[i].unpack(x);
+                dy_packed[i].unpack(dy);
+#pragma unroll
+                for (int v = 0; v < kWideVector; ++v) {
+                    part.dw[v] += dy[v] * statistics[i].centred(x[v]) * statistics[i].rstd;
+                    if constexpr (kWantDb) part.db[v] += dy[v];
+                }
+            }
 #pragma unroll
             for (int v = 0; v < kWideVector; ++v) {
-                batch.dw[v] += dy[v] * statistics[i].centred(x[v]) * statistics[i].rstd;
-                if constexpr (kWantDb) batch.db[v] += dy[v];
+                sums.dw[v] += part.dw[v];
+                if constexpr (kWantDb) sums.db[v] += part.db[v];
             }
-        }
-#pragma unroll
-        for (int v = 0; v < kWideVector; ++v) {
-            sums.dw[v] += batch.dw[v];
-            if constexpr (kWantDb) sums.db[v] += batch.db[v];
         }
     }
 

@@ -576,7 +576,7 @@ def test_one_row_has_column_blocks_where_that_is_short_or_its_sums_are_narrowed(
 
 
 def test_few_rows_are_where_the_kernel_takes_them(device):
-    source = (module.source_directory() / "backward_staged.cu").read_text(encoding="utf-8")
+    source = (module.source_directory() / "few_rows.cuh").read_text(encoding="utf-8")
     assert "kTakesFewRows = kVector > 1 && kColumnsPerThread <= 32 && !kSplitsRows;" in source
     for columns, x, aligned in product(COLUMNS, DTYPES, (True, False)):
         problem = replace(backward(columns, x, x, rows=2), want_dw=False, want_db=False)

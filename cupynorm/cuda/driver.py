@@ -6,6 +6,7 @@ What CuPy does not offer, cuOccupancyMaxActiveClusters, is called in the CUDA dr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import struct
@@ -19,6 +20,7 @@ import cupy
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _NON_PORTABLE_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _PORTABLE_CLUSTER = 8
+_INVALID_CLUSTER_SIZE = 912  # CUDA_ERROR_INVALID_CLUSTER_SIZE
 
 
 class _LaunchAttribute(ctypes.Structure):  # CUlaunchAttribute
@@ -36,6 +38,7 @@ class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
     ]
 
 
+_HEAD_START = 0.03  # seconds
 _attributes_lock = threading.Lock()
 
 
@@ -92,15 +95,21 @@ class Launch:
         return max(1, int(occupancy(self._kernel.kernel.ptr, self._threads, self._shared_bytes))) * multiprocessors
 
     def clusters_at_once(self) -> int:
-        """How many clusters the whole device holds at the same time: fewer than its multiprocessors suggest."""
+        """How many clusters the whole device holds at the same time: fewer than its multiprocessors suggest.
+
+        None where it is a part of a device, or has no group of multiprocessors that is large enough.
+        """
         attribute = _LaunchAttribute(_CLUSTER_DIMENSION, 0, (self._cluster, 1, 1))
         config = _LaunchConfig(
             (self._cluster, 1, 1), (self._threads, 1, 1), self._shared_bytes, None, ctypes.pointer(attribute), 1
         )
         clusters = ctypes.c_int()
         function = ctypes.c_void_p(self._kernel.kernel.ptr)
-        _check(_library().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), function, ctypes.byref(config)))
-        return max(1, clusters.value)
+        status = _library().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), function, ctypes.byref(config))
+        if status == _INVALID_CLUSTER_SIZE:
+            return 0
+        _check(status)
+        return clusters.value
 
 
 class PerThread(threading.local):
@@ -109,6 +118,35 @@ class PerThread(threading.local):
     def __init__(self, make: Callable[[], Any]) -> None:
         make_context_current()
         self.own = make()
+
+
+def load_together(make: Callable[[], Any], make_other: Callable[[], Any]) -> None:
+    """Call two functions that make kernels, and load these on the current device.
+
+    Most of NVRTC's work on two programs goes on at the same time (12.9, two cores: two of 0.45 s each take 0.50), so a
+    thread does the first. It starts alone: if CuPy's disk cache has the kernel it is there soon, and else has done what
+    the other would do once more (CuPy has NVRTC preprocess an empty file, 13 ms). What goes wrong there shows when the
+    function is called again.
+    """
+    device = cupy.cuda.runtime.getDevice()
+
+    def load() -> None:
+        with contextlib.suppress(Exception):
+            cupy.cuda.runtime.setDevice(device)
+            make().kernel  # noqa: B018
+
+    thread = threading.Thread(target=load)
+    try:
+        thread.start()
+    except RuntimeError:  # none does while the interpreter ends
+        load()
+    else:
+        thread.join(_HEAD_START)
+    try:
+        make_other().kernel  # noqa: B018
+    finally:
+        if thread.ident:
+            thread.join()
 
 
 _thread = threading.local()

@@ -6,8 +6,9 @@ import functools
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import cupy
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from ..arrays import is_capturing
 from ..problem import NormProblem
 from . import config as choose
-from .driver import Arguments, Launch, PerThread
+from .driver import Arguments, Launch, PerThread, load_together
 from .module import kernel
 
 # cudaDevAttr… ComputeCapabilityMajor, ComputeCapabilityMinor, MultiProcessorCount, MaxSharedMemoryPerBlockOptin,
@@ -42,10 +43,9 @@ class Backward:
         if not self._has_work:
             return
         device_id = cupy.cuda.runtime.getDevice()
-        device = device_of(device_id)
-        config = choose.backward_config(problem, _is_aligned(problem, offset), device)
+        configure = functools.partial(choose.backward_config, problem, _is_aligned(problem, offset))
+        config, main, device = _fitting(configure, _backward_main, device_of(device_id))
         split = config.route == "split"
-        main = _backward_launch(config, "backward_split_apply" if split else f"backward_{config.route}")
         at_once = _walkers_at_once(main, device, config.cluster, config.slabs if config.gang else 1)
         walkers, column_blocks, column_threads, few_rows = choose.grid(config, problem, at_once, device)
 
@@ -56,6 +56,8 @@ class Backward:
         # and alignment. Else the direct and split kernels narrow it; the staged kernel has no code for that, and holds
         # a meeting of one.
         sums = (problem.want_dw or problem.want_db) and not column_blocks
+        if config.route == "staged" and not sums:
+            main = _staged_launch(config, config.dx_alone)
         apart = sums and (sums_offset != 0 or problem.narrows_sums)
         reduces = sums and (walkers > 1 or (apart and config.route == "staged"))
         usual = (problem.x_dtype, problem.compute_dtype)
@@ -75,7 +77,8 @@ class Backward:
         launches = [main.over(*grid, cooperative=config.gang and walkers > 0)]
         if split and problem.want_dx:
             sums_walkers = choose.sums_walkers(config, problem, device)
-            launches.insert(0, _backward_launch(config, "backward_split_sums").over(config.slabs, sums_walkers))
+            sweep = Launch(kernel("backward_split.cu", "backward_split_sums", config.definitions), config.threads)
+            launches.insert(0, sweep.over(config.slabs, sums_walkers))
 
         self._widen_w: Any = None
         if widens_w:
@@ -157,14 +160,8 @@ class Forward:
         if not problem.rows:
             return
         device_id = cupy.cuda.runtime.getDevice()
-        device = device_of(device_id)
-        config = choose.forward_config(problem, _is_aligned(problem, offset), device)
-        main = Launch(
-            kernel(config.file, config.kernel, config.definitions),
-            config.threads,
-            shared_bytes=config.shared_bytes,
-            cluster=config.cluster,
-        )
+        configure = functools.partial(choose.forward_config, problem, _is_aligned(problem, offset))
+        config, main, device = _fitting(configure, _forward_main, device_of(device_id))
         at_once = _walkers_at_once(main, device, config.cluster)
         walkers = choose.forward_walkers(config, problem.rows, at_once, device)
         steps, walk_rows, drawn_steps = choose.forward_steps(config, problem.rows, walkers)
@@ -302,13 +299,44 @@ def device_of(device_id: int) -> choose.Device:
     return choose.Device((major, minor), multiprocessors, shared_bytes, memory_gbps)
 
 
-def _backward_launch(config: choose.BackwardConfig, name: str) -> Launch:
-    return Launch(
-        kernel(f"backward_{config.route}.cu", name, config.definitions),
-        config.threads,
-        shared_bytes=0 if name == "backward_split_sums" else config.shared_bytes,
-        cluster=config.cluster,
-    )
+_Config = TypeVar("_Config", choose.BackwardConfig, choose.ForwardConfig)
+
+
+def _fitting(
+    configure: Callable[[choose.Device], _Config], main_of: Callable[[_Config], Launch], device: choose.Device
+) -> tuple[_Config, Launch, choose.Device]:
+    """What is chosen for the device, but that it holds no cluster so large may be known only now."""
+    config = configure(device)
+    main = main_of(config)
+    while config.cluster > 1 and not main.clusters_at_once():
+        device = device._replace(most_cluster=config.cluster // 2)
+        config = configure(device)
+        main = main_of(config)
+    return config, main, device
+
+
+def _backward_main(config: choose.BackwardConfig) -> Launch:
+    """The kernel that sums dw and db. Another M may have launches that do not: their kernel is made now, too."""
+    if config.route == "staged":
+        load_together(*(functools.partial(_staged_kernel, each) for each in (config.definitions, config.dx_alone)))
+        return _staged_launch(config, config.definitions)
+    name = "backward_split_apply" if config.route == "split" else "backward_direct"
+    main = kernel(f"backward_{config.route}.cu", name, config.definitions)
+    return Launch(main, config.threads, shared_bytes=config.shared_bytes)
+
+
+def _staged_kernel(definitions: tuple[str, ...]) -> Any:
+    return kernel("backward_staged.cu", "backward_staged", definitions)
+
+
+def _staged_launch(config: choose.BackwardConfig, definitions: tuple[str, ...]) -> Launch:
+    staged = _staged_kernel(definitions)
+    return Launch(staged, config.threads, shared_bytes=config.shared_bytes, cluster=config.cluster)
+
+
+def _forward_main(config: choose.ForwardConfig) -> Launch:
+    main = kernel(config.file, config.kernel, config.definitions)
+    return Launch(main, config.threads, shared_bytes=config.shared_bytes, cluster=config.cluster)
 
 
 def _walkers_at_once(main: Launch, device: choose.Device, cluster: int, gang_blocks: int = 1) -> int:

@@ -58,7 +58,8 @@ def source(file_name: str, definitions: tuple[str, ...]) -> str:
 def kernel(file_name: str, kernel_name: str, definitions: tuple[str, ...] = ()) -> Any:
     """The kernel `kernel_name` of kernels_cu/`file_name`, compiled with definitions such as "VECTOR=1".
 
-    A cupy.RawKernel: compiled when first launched on a device, then kept in memory and in CuPy's disk cache.
+    A cupy.RawKernel: compiled for the current device, for another when first launched there, then kept in memory and in
+    CuPy's disk cache.
     """
     return _module(file_name, definitions).get_function(kernel_name)
 

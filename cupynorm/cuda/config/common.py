@@ -51,6 +51,7 @@ class Device(NamedTuple):
     multiprocessors: int
     shared_bytes: int  # that one block may have
     memory_gbps: int = 0  # between it and its memory, by the clock; 0: unknown
+    most_cluster: int = CLUSTERS[-1]  # blocks that it holds together, as far as the driver was asked
 
     @property
     def has_clusters(self) -> bool:
@@ -72,8 +73,13 @@ class Device(NamedTuple):
 
     @property
     def largest_cluster(self) -> int:
-        """16 needs a device that allows clusters beyond the portable 8."""
-        return {9: 16, 10: 16}.get(self.compute_capability[0], 8) if self.has_clusters else 1
+        """16 needs a device that allows clusters beyond the portable 8.
+
+        No cluster has more blocks than there are multiprocessors, of whose shared memory each may take most.
+        """
+        of_architecture = {9: 16, 10: 16}.get(self.compute_capability[0], 8) if self.has_clusters else 1
+        most = min(of_architecture, self.multiprocessors, self.most_cluster)
+        return max(cluster for cluster in CLUSTERS if cluster <= most)
 
 
 class BackwardConfig(NamedTuple):
@@ -96,6 +102,11 @@ class BackwardConfig(NamedTuple):
     @property
     def groups(self) -> int:
         return self.threads // self.group_threads
+
+    @property
+    def dx_alone(self) -> tuple[str, ...]:
+        """Definitions of the staged kernel for launches whose walkers write dx alone: these keep no pace."""
+        return dx_alone_definitions(self.definitions)
 
     @property
     def per_thread(self) -> int:
@@ -292,6 +303,10 @@ def staged_definitions(
     switches = {"PACED=1": paced, "SHORT_ROWS=1": short, "ROW_GAPS=1": gaps, "DRAW_SHORT_ROWS=1": draws}
     others = (definition for definition, on in switches.items() if on)
     return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}", *part_definitions(part), *others
+
+
+def dx_alone_definitions(definitions: tuple[str, ...]) -> tuple[str, ...]:
+    return (*(text for text in definitions if text != "PACED=1"), "DX_ALONE=1")
 
 
 def part_definitions(part: bool) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from .common import (
     Kind,
     columns_per_thread,
     compute_name,
+    dx_alone_definitions,
     staged_choice,
     staged_definitions,
     triad_definitions,
@@ -54,7 +55,7 @@ class Variant(NamedTuple):
 
 def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
     """Every compilation that launch choices can ask for on a device of this compute capability."""
-    device = Device(compute_capability, multiprocessors=1, shared_bytes=0)
+    device = Device(compute_capability, multiprocessors=CLUSTERS[-1], shared_bytes=0)
     for norm, x, dy, want_db, vector in product(
         ("rmsnorm", "layernorm"), FLOAT_NAMES, FLOAT_NAMES, (False, True), (False, True)
     ):
@@ -79,10 +80,12 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
         paced_of = functools.partial(may_keep_pace, kind)
         short_of = functools.partial(has_short_rows, x, vector)
-        gangs = may_form_gangs(x, dy, vector, device)
-        yield from _staged_variants("backward_staged", definitions, x, device, choices, parts, paced_of, short_of)
-        if gangs:
-            yield Variant("backward_staged.cu", ("backward_staged",), (*definitions, *gang_definitions()))
+        summing = list(_staged_variants("backward_staged", definitions, x, device, choices, parts, paced_of, short_of))
+        if may_form_gangs(x, dy, vector, device):
+            summing.append(Variant("backward_staged.cu", ("backward_staged",), (*definitions, *gang_definitions())))
+        yield from summing
+        for alone in sorted({dx_alone_definitions(variant.definitions) for variant in summing}):
+            yield Variant("backward_staged.cu", ("backward_staged",), alone)
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
         definitions = forward_definitions(norm, x, vector)
         routes = (*definitions, *direct_forward_definitions(columns_per_thread(x)))
