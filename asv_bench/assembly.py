@@ -3,10 +3,11 @@
     python asv_bench/assembly.py TREE TREE … [--set NAME,…] [--ops OP …] [--only N,…] [--rounds N] [--csv FILE]
 
 A TREE is a commit, or `.` for this checkout, with launch choices behind a colon, and the rows are those of roofline.py,
-as in compare.py; of the rows that have one kernel in every tree the first stands for all. Of each tree: seconds of one
-core to compile the kernel (the least of the rounds; other work on the machine shows in them), registers of a thread,
-bytes that it spills, loads that hide no latency since what comes is moved at once; and of all but the first tree
-whether the instructions are, one by one, the first one's.
+as in compare.py; of the rows that have one kernel in every tree, or one pair of kernels that are compiled together, the
+first stands for all. Of each tree: seconds of one core to compile it (of a pair the sum; the least of the rounds; other
+work on the machine shows in them), the most registers of a thread, bytes that are spilled, loads that hide no latency
+since what comes is moved at once; and of all but the first tree whether the instructions are, one by one, the first
+one's.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ LOAD, MOVE, MULTIPLY_ADD, RZ = 0x981, 0x202, 0x224, 255
 AT_ONCE = 8  # instructions
 
 
+Kernel = tuple[str, tuple[str, ...]]  # source file and definitions
+
+
 class Made(NamedTuple):
-    """What came of one compilation."""
+    """What came of one compilation, or of two."""
 
     kernel: str  # file and definitions
     instructions: str  # a hash
@@ -103,18 +107,23 @@ def lines_of(rows: Sequence[Row], trees: Sequence[Sequence[Made]]) -> Iterator[l
 
 def compiled(rows: Sequence[Row]) -> Iterator[Made]:
     """What this process's cupynorm chooses for each row, compiled once; a first one is compiled for nobody."""
-    made: dict[tuple[str, tuple[str, ...]], Made] = {}
+    made: dict[tuple[Kernel, ...], Made] = {}
     for row in rows:
-        kernel = kernel_of(row)
+        kernels = kernels_of(row)
         if not made:
-            compile_kernel(*kernel)
-        if kernel not in made:
-            made[kernel] = compile_kernel(*kernel)
-        yield made[kernel]
+            compile_kernel(*kernels[0])
+        if kernels not in made:
+            made[kernels] = together([compile_kernel(*kernel) for kernel in kernels])
+        yield made[kernels]
 
 
-def kernel_of(row: Row) -> tuple[str, tuple[str, ...]]:
-    """Source file and definitions of a row's kernel."""
+def together(made: Sequence[Made]) -> Made:
+    kernels, texts, registers, spilled, moved, seconds = zip(*made, strict=True)
+    return Made(" + ".join(kernels), " ".join(texts), max(registers), sum(spilled), sum(moved), sum(seconds))
+
+
+def kernels_of(row: Row) -> tuple[Kernel, ...]:
+    """What a row's first call compiles: a kernel, or two, of which that of walkers that sum dw and db comes first."""
     from cupynorm import problem
     from cupynorm.cuda import config
 
@@ -131,12 +140,15 @@ def kernel_of(row: Row) -> tuple[str, tuple[str, ...]]:
             case.norm, arrays, (None,) * 3, has_bias=layernorm, weight_offset=0.0, output_mask=None, accumulate=False
         )
         backward = config.backward_config(found, row.aligned, device)
-        return f"backward_{backward.route}.cu", backward.definitions
+        both = [backward.definitions]
+        if backward.route == "staged" and hasattr(backward, "dx_alone_definitions"):  # older trees have none
+            both.append(backward.dx_alone_definitions)
+        return tuple((f"backward_{backward.route}.cu", definitions) for definitions in both)
     arrays = {"x": x, "w": w, "b": w if layernorm else None, "residual": None}
     outputs = (None,) * (3 if layernorm else 2)
     found = problem.forward_problem(case.norm, arrays, outputs, eps=1e-5, weight_offset=0.0)
     forward = config.forward_config(found, row.aligned, device)
-    return forward.file, forward.definitions
+    return ((forward.file, forward.definitions),)
 
 
 def compile_kernel(file: str, definitions: tuple[str, ...]) -> Made:

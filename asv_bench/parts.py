@@ -11,7 +11,7 @@ Copies of this checkout are altered in backward_staged.cu, and each is timed in 
     arithmetic   nothing is copied into the ring, nor waited for, nor counted for pace: all of the arithmetic, on
                  whatever lies there
 
-"dx" is a call that asks for dx alone, so that nothing is added up in the end; what a whole call takes beyond that is
+"dx" is a call that asks for dx alone, by the kernel that adds nothing up; what a whole call takes beyond that is
 the price of dw and db, and of pace where that is kept (from 12 steps a walker on, LayerNorm from 24). "bound" is what
 roofline.py holds a whole call against. Where blocks of their own sum dw and db (little data; column_blocks.cuh), these
 do as always. Few rows (up to two a multiprocessor, of dx alone or beside such blocks) go past the ring, by code where

@@ -12,7 +12,7 @@
 //
 // With DX_ALONE walkers write dx alone, few rows past the ring. Where there is little data, the last blocks of the grid sum dw and
 // db (column_blocks.cuh), and read x and dy once more. Two kernels, compiled at the same time, so that the first call takes the
-// time of one: NVRTC, two cores, N=4096, 0.69 → 0.50 s, LayerNorm 0.85 → 0.60. A row's dx has the same bits in both.
+// time of one: NVRTC, two cores, N=4096, 0.67 → 0.51 s, LayerNorm 0.80 → 0.58. A row's dx has the same bits in both.
 //
 // What stands before the first copies is short. By stamps (RMSNorm, N=1024, 25 MB, an H100) the first rows are asked for 1730 cycles
 // after a block starts, of which 760 go by until the first argument is there. What is waited for is asked for in the order in which
@@ -155,7 +155,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const unsigned row_blocks = kSumsColumns ? gridDim.x : gridDim.x - a.column_blocks;
     if constexpr (!kSumsColumns) {
         if (blockIdx.x >= row_blocks) {
-            sum_columns(ColumnArguments(a), blockIdx.x - row_blocks, reinterpret_cast<Compute*>(shared));
+            sum_columns<kThreadsAtOnce>(ColumnArguments(a), blockIdx.x - row_blocks, reinterpret_cast<Compute*>(shared));
             return;
         }
         if constexpr (kTakesFewRows) {
@@ -188,7 +188,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     w_ahead.wait();
     w.load(w_ahead.source, a.w_code, own);
     ring.start_others<kFirstSteps>(walk, x_part, dy_part);
-    __syncthreads();  // where w was copied to, the column sums' second level lies
+    if constexpr (kSumsColumns) __syncthreads();  // where w was copied to, the column sums' second level lies
 
     X* dx = a.dx + first_row * a.dx_row_stride + share.first_column + own.first;
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
@@ -212,7 +212,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     // The second half of step j, which is `before`.
     const auto write_dx = [&](int j, const Columns& at, Exchange::Asked asked) {
         const RowCoefficients coefficients(exchange.collect(j, before.posted, asked), reciprocal_columns, before.row);
-        if (a.dx && before.active) {
+        if ((!kSumsColumns || a.dx) && before.active) {
             staged_row(before.place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool holds) {
                 second_half(dx + k * own.step(), holds, k, x, dy, w, before.row, coefficients);
             });

@@ -3,8 +3,8 @@
 // block waits for another, and no partial row goes through memory.
 //
 // A block takes slices of columns, of 16 bytes or a single element for each of its `column_threads`, and all rows of these,
-// shared out among `row_threads`; a few threads may be left over. Order of a column's sum: kSummed of a thread's rows in turn,
-// these in turn; then, in float64, every n-th thread in turn, and n lanes by a butterfly.
+// shared out among `row_threads`; a few threads may be left over. Order of a column's sum: kSummed of a thread's rows in turn (or
+// what is left of kBatch), these in turn; then, in float64, every n-th thread in turn, and n lanes by a butterfly.
 //
 // Expects backward.cuh.
 #pragma once
@@ -25,13 +25,14 @@ struct ColumnArguments {
           column_threads(a.column_threads), column_blocks(a.column_blocks) {}
 };
 
-struct ColumnSlices {
+// On a multiprocessor of at most kThreads, which leave each the registers that it needs.
+template <int kThreads> struct ColumnSlices {
     using WideX = Packed<X, kWideVector>;
     using WideDy = Packed<Dy, kWideVector>;
 
     // Rows that a thread adds up, and for which it waits together.
     static constexpr int kSummed = sizeof(WideX) + sizeof(WideDy) <= 32 ? 8 : sizeof(WideX) <= 32 ? 4 : 2;
-    static constexpr int kBatch = 2 * kSummed;
+    static constexpr int kBatch = kThreads <= 256 ? 2 * kSummed : kThreads <= 384 ? 3 * kSummed / 2 : kSummed;
     struct ThreadSums {
         Compute dw[kWideVector] = {}, db[kWideVector] = {};
     };
@@ -169,6 +170,6 @@ private:
 
 // By all threads of column block `block`. Not in line: what row walkers begin with stays short, and they keep the registers
 // that they have.
-__device__ __noinline__ void sum_columns(ColumnArguments a, int block, Compute* shared) {
-    ColumnSlices(a).sum(block, shared);
+template <int kThreads> __device__ __noinline__ void sum_columns(ColumnArguments a, int block, Compute* shared) {
+    ColumnSlices<kThreads>(a).sum(block, shared);
 }

@@ -1,6 +1,6 @@
 """What the assembler says of every kernel variant: stack and spills, for every architecture that the library speaks of.
 
-All of them, some 4200, took some 25 minutes on two cores, with cupynorm installed:
+All of them, some 6300, took some 25 minutes on two cores, with cupynorm installed:
 
     python tests/compiling.py
 
@@ -89,7 +89,7 @@ def compile_variant(capability: tuple[int, int], variant: Variant) -> tuple[list
 
 
 def compile_all(capability: tuple[int, int], chosen: Iterable[Variant]) -> tuple[list[Spill], list[str]]:
-    """The same of many, by processes, not threads: NVRTC compiles one program at a time in a process."""
+    """The same of many, by processes."""
     every = list(chosen)
     spills: list[Spill] = []
     wrong: list[str] = []

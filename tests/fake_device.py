@@ -27,6 +27,7 @@ class Launched(NamedTuple):
     stream: int
     arguments: bytes
     cooperative: bool = False
+    definitions: tuple[str, ...] = ()
 
     def fields(self) -> tuple[Any, ...]:
         return struct.unpack(layout_of(self.kernel), self.arguments)
@@ -78,7 +79,7 @@ class FakeDevice:
         self.stream = FakeStream()
         self.error: Exception | None = None  # what launches raise
         self.status = 0  # what the driver library returns
-        self._kernels: list[Any] = []
+        self._kernels: list[tuple[str, tuple[str, ...]]] = []  # names and definitions
 
         runtime = self.cupy.cuda.runtime
         for name, replacement in {
@@ -91,10 +92,12 @@ class FakeDevice:
         monkeypatch.setattr(self.cupy.cuda, "Device", self._device)
         monkeypatch.setattr(self.cupy.cuda, "get_current_stream", lambda: self.stream)
         monkeypatch.setattr(self.cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 2)
+        monkeypatch.setattr(self.cupy.cuda.driver, "funcSetAttribute", lambda *_: None)
         monkeypatch.setattr(self.cupy.cuda.driver, "launchKernel", self._launch)
         monkeypatch.setattr(self.cupy.cuda.driver, "launchCooperativeKernel", self._launch_cooperative)
         monkeypatch.setattr(driver, "_library", lambda: self)
         monkeypatch.setattr(launch, "kernel", self._kernel)
+        monkeypatch.setattr(launch, "_load_staged", launch._load_staged.__wrapped__)
         monkeypatch.setattr(launch, "_kept", launch._KeptMemory())
         monkeypatch.setattr(launch, "_alloc", lambda size: self._allocate("pool", size))
         monkeypatch.setattr(launch, "_malloc_async", lambda size: self._allocate("graph", size))
@@ -134,17 +137,17 @@ class FakeDevice:
     # --- kernels and the driver library ---
 
     def _kernel(self, file: str, name: str, definitions: tuple[str, ...] = ()) -> Any:
-        self._kernels.append(name)
+        self._kernels.append((name, definitions))
         return SimpleNamespace(kernel=SimpleNamespace(ptr=len(self._kernels)), max_dynamic_shared_size_bytes=0)
 
     def _launch(self, function: int, x: int, y: int, z: int, *block_shared_stream_pointers: int) -> None:
         if self.error:
             raise self.error
         *_, stream, pointers, _ = block_shared_stream_pointers
-        name = self._kernels[function - 1]
+        name, definitions = self._kernels[function - 1]
         memory = ctypes.c_void_p.from_address(pointers).value
         arguments = ctypes.string_at(memory, struct.calcsize(layout_of(name)))
-        self.launched.append(Launched(name, (x, y, z), stream, arguments))
+        self.launched.append(Launched(name, (x, y, z), stream, arguments, definitions=definitions))
 
     def _launch_cooperative(self, function: int, *others: int) -> None:
         self._launch(function, *others, 0)

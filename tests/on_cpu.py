@@ -75,7 +75,6 @@ class KernelsOnCpu(FakeDevice):
             return over(launch, x, y, cooperative)
 
         monkeypatch.setattr(driver.Launch, "over", noted)
-        monkeypatch.setattr(self.cupy.cuda.driver, "funcSetAttribute", lambda *_: None)
         self.functions: list[int] = []  # of each launch so far
         self._alive: list[Any] = []  # arrays made since the kernels ran last, which run later than a device's would
         self._bounds: deque[tuple[int, int]] = deque(maxlen=64)  # of the arrays made last

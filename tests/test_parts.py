@@ -22,24 +22,25 @@ SOURCE = (compare.ROOT / parts.ALTERED).read_text(encoding="utf-8")
 @pytest.mark.parametrize("op", parts.OPS)
 def test_what_is_left_compiles(op: str, columns: int, part: parts.Part, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
-    from assembly import kernel_of
+    from assembly import kernels_of
     from compiling import compile_variant
     from roofline import Row
 
     from cupynorm.cuda import module
     from cupynorm.cuda.config.variants import Variant
 
-    file, definitions = kernel_of(Row(bench.case(op, 1017, columns, "bfloat16")))
-    assert parts.ALTERED == f"kernels_cu/{file}"
+    kernels = kernels_of(Row(bench.case(op, 1017, columns, "bfloat16")))
+    module.compile_options()  # which remembers where the headers lie that are not altered
     with parts.altered(part) as folder:
-        module.compile_options()  # which remembers where the headers lie that are not altered
         monkeypatch.setattr(module, "source_directory", lambda: folder / "kernels_cu")
-        text = module.source(file, definitions)
-        assert all(after in text and before not in text for before, after in part.edits if after)
-        assert all(before not in text for before, after in part.edits if not after)
-        spills, wrong = compile_variant((9, 0), Variant(file, ("backward_staged",), definitions))
-    assert not wrong, "\n".join(wrong)
-    assert not spills
+        for file, definitions in kernels:
+            assert parts.ALTERED == f"kernels_cu/{file}"
+            text = module.source(file, definitions)
+            assert all(after in text and before not in text for before, after in part.edits if after)
+            assert all(before not in text for before, after in part.edits if not after)
+            spills, wrong = compile_variant((9, 0), Variant(file, ("backward_staged",), definitions))
+            assert not wrong, "\n".join(wrong)
+            assert not spills
 
 
 def test_each_part_is_another_kernel() -> None:

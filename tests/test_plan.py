@@ -7,8 +7,10 @@ import ctypes
 import gc
 import itertools
 import struct
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -788,3 +790,115 @@ def test_other_foreign_arrays_take_the_way_through_capsules(device: FakeDevice, 
     assert on_host()
     device.stream, device.current = FakeStream(), 1
     assert on_host()
+
+
+# --- kernels and devices ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "mask", "alone"),
+    [
+        (9000, (True, True), False),  # column blocks do not pay
+        (300, (True, True), True),
+        (300, (False, True), True),
+        (9000, (True, False), True),
+        (9000, (False, True), False),
+        (1, (True, True), True),
+    ],
+)
+def test_which_kernel_of_two(device: FakeDevice, rows: int, mask: tuple[bool, bool], alone: bool) -> None:
+    """Walkers that sum columns have one, those that write dx alone, and column blocks, the other."""
+    arrays = {name: device.array((rows, 4096)) for name in ("x", "dy")}
+    arrays |= {"w": device.array((4096,)), "rstd": device.array((rows,))}
+    cupynorm.rmsnorm_backward(**arrays, output_mask=mask)
+    launch = device.launched[-1]
+    assert ("DX_ALONE=1" in launch.definitions) == alone
+    assert not (alone and "PACED=1" in launch.definitions)
+    assert bool(launch.named().meeting or launch.named().dw_partials) == (not alone)
+
+
+@pytest.mark.parametrize("answer", [0, 912])
+@pytest.mark.parametrize(
+    ("columns", "x", "dy", "most", "kernel", "blocks"),
+    [
+        (65536, "float16", "float16", 4, "backward_staged", "GANG=1"),
+        (131072, "float16", "float16", 8, "backward_staged", "GANG=1"),
+        (131072, "float16", "float16", 16, "backward_staged", "CLUSTER=16"),
+        (32768, "float16", "float16", 2, "backward_staged", "GANG=1"),
+        (65536, "float16", "float32", 4, "backward_split_apply", "COLUMNS_PER_THREAD=16"),
+    ],
+)
+def test_a_device_that_holds_no_cluster_so_large(
+    device: FakeDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    columns: int,
+    x: str,
+    dy: str,
+    most: int,
+    kernel: str,
+    blocks: str,
+    answer: int,
+) -> None:
+    limit_clusters(device, monkeypatch, most, answer)
+    arrays = {"x": device.array((40, columns), x), "dy": device.array((40, columns), dy)}
+    cupynorm.rmsnorm_backward(**arrays, w=device.array((columns,)), rstd=device.array((40,)))
+    assert device.launched[-1].kernel == kernel
+    assert blocks in device.launched[-1].definitions
+
+
+@pytest.mark.parametrize(("most", "kernel"), [(16, "forward_staged"), (8, "forward_swept"), (1, "forward_swept")])
+def test_a_device_that_holds_no_cluster_so_large_forward(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch, most: int, kernel: str
+) -> None:
+    limit_clusters(device, monkeypatch, most, 0)
+    cupynorm.rmsnorm_forward(device.array((40, 262144), "float16"), device.array((262144,)))
+    assert device.launched[-1].kernel == kernel
+
+
+def limit_clusters(device: FakeDevice, monkeypatch: pytest.MonkeyPatch, most: int, answer: int) -> None:
+    """Of larger ones the driver says that there is none, or `answer`, an error."""
+
+    def active_clusters(clusters: Any, function: Any, config: Any) -> int:
+        fits = config._obj.grid[0] <= most
+        clusters._obj.value = 7 if fits else 0
+        return 0 if fits else answer
+
+    monkeypatch.setattr(device, "cuOccupancyMaxActiveClusters", active_clusters, raising=False)
+
+
+def test_two_kernels_are_made_at_the_same_time(device: FakeDevice) -> None:
+    from cupynorm.cuda import driver
+
+    both, made = threading.Barrier(2, timeout=20), []
+
+    def make(name: str) -> Any:
+        both.wait()
+        made.append(name)
+        return SimpleNamespace(kernel=None)
+
+    driver.load_together(lambda: make("one"), lambda: make("other"))
+    assert sorted(made) == ["one", "other"]
+
+
+def test_what_goes_wrong_with_one_of_two_kernels(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the thread, it shows when the kernel is asked for; where no thread starts, kernels are made all the same."""
+    from cupynorm.cuda import driver
+
+    made = []
+
+    def make(name: str) -> Any:
+        made.append(name)
+        if name == "wrong":
+            raise ValueError(name)
+        return SimpleNamespace(kernel=None)
+
+    driver.load_together(lambda: make("wrong"), lambda: make("right"))
+    with pytest.raises(ValueError, match="wrong"):
+        driver.load_together(lambda: make("right"), lambda: make("wrong"))
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    driver.load_together(lambda: make("right"), lambda: make("other"))
+    assert made == ["wrong", "right", "right", "wrong", "right", "other"]

@@ -38,7 +38,7 @@ class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
     ]
 
 
-_HEAD_START = 0.03  # seconds
+_HEAD_START = 0.015  # seconds
 _attributes_lock = threading.Lock()
 
 
@@ -97,7 +97,7 @@ class Launch:
     def clusters_at_once(self) -> int:
         """How many clusters the whole device holds at the same time: fewer than its multiprocessors suggest.
 
-        None where it is a part of a device, or has no group of multiprocessors that is large enough.
+        0 where it is a part of a device, say, or has no group of multiprocessors that is large enough.
         """
         attribute = _LaunchAttribute(_CLUSTER_DIMENSION, 0, (self._cluster, 1, 1))
         config = _LaunchConfig(
@@ -138,7 +138,7 @@ def load_together(make: Callable[[], Any], make_other: Callable[[], Any]) -> Non
     thread = threading.Thread(target=load)
     try:
         thread.start()
-    except RuntimeError:  # none does while the interpreter ends
+    except RuntimeError:  # none can: there are too many, or the interpreter ends
         load()
     else:
         thread.join(_HEAD_START)

@@ -57,7 +57,7 @@ class Backward:
         # a meeting of one.
         sums = (problem.want_dw or problem.want_db) and not column_blocks
         if config.route == "staged" and not sums:
-            main = _staged_launch(config, config.dx_alone)
+            main = _staged_launch(config, config.dx_alone_definitions)
         apart = sums and (sums_offset != 0 or problem.narrows_sums)
         reduces = sums and (walkers > 1 or (apart and config.route == "staged"))
         usual = (problem.x_dtype, problem.compute_dtype)
@@ -305,7 +305,7 @@ _Config = TypeVar("_Config", choose.BackwardConfig, choose.ForwardConfig)
 def _fitting(
     configure: Callable[[choose.Device], _Config], main_of: Callable[[_Config], Launch], device: choose.Device
 ) -> tuple[_Config, Launch, choose.Device]:
-    """What is chosen for the device, but that it holds no cluster so large may be known only now."""
+    """What is chosen for the device; whether that holds such a cluster is known only once the kernel is loaded."""
     config = configure(device)
     main = main_of(config)
     while config.cluster > 1 and not main.clusters_at_once():
@@ -318,11 +318,16 @@ def _fitting(
 def _backward_main(config: choose.BackwardConfig) -> Launch:
     """The kernel that sums dw and db. Another M may have launches that do not: their kernel is made now, too."""
     if config.route == "staged":
-        load_together(*(functools.partial(_staged_kernel, each) for each in (config.definitions, config.dx_alone)))
+        _load_staged(cupy.cuda.runtime.getDevice(), config.definitions, config.dx_alone_definitions)
         return _staged_launch(config, config.definitions)
     name = "backward_split_apply" if config.route == "split" else "backward_direct"
     main = kernel(f"backward_{config.route}.cu", name, config.definitions)
     return Launch(main, config.threads, shared_bytes=config.shared_bytes)
+
+
+@functools.cache
+def _load_staged(device_id: int, *both: tuple[str, ...]) -> None:
+    load_together(*(functools.partial(_staged_kernel, definitions) for definitions in both))
 
 
 def _staged_kernel(definitions: tuple[str, ...]) -> Any:

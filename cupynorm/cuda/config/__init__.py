@@ -1,8 +1,8 @@
 """Launch choices: a pure function of the problem and the device, needing no GPU.
 
 What fixes the order of a row's sums (route, vector width, threads and blocks that share a row) depends on the row, its
-layout, what is summed and the GPU model alone, never on how many rows come with it: so a row's dx and y have the same
-bits in any company.
+layout, what is summed and the GPU model (of a part of a device, on that) alone, never on how many rows come with it: so
+a row's dx and y have the same bits in any company.
 
 backward.py and forward.py choose the kernel and its blocks, walkers.py how many of these run; common.py has what they
 share. Constants stand where they are used, with what was measured; in us, bfloat16, on an H200, unless said otherwise.

@@ -141,12 +141,12 @@ SLOW_LESS_LEAD, SLOW_MOST_LEAD = {"rmsnorm": 2, "layernorm": 3}, {"rmsnorm": 5, 
 # → 28.5; with six and seven steps RMSNorm, 42 MB, 1024 23.6 → 23.3, 5120 24.7 → 24.3, 8192 25.0 → 24.5, 50 MB 5120 27.9
 # → 27.1, LayerNorm, 42 MB, 256 25.5 → 25.3, 4096 26.5 → 26.4, 50 MB 10240 32.1 → 32.2 (in another run 32.7 → 33.3).
 SLOW_PACE_LEAST_STEPS = 6
-# Rows that no cluster of eight holds go to gangs (gang.cuh), in place of clusters of sixteen and, longer ones, of two
-# sweeps over memory. An H100, 1 GB, RMSNorm N=98304 337 → 341 us, 131072 339 → 339, 196608 344 → 340, 262144 348 →
-# 341, 524288 605 → 341, LayerNorm 98304 351 → 347, 131072 353 → 345, 262144 376 → 345, 524288 621 → 359; 100 MB,
-# RMSNorm 98304 46 → 48, 262144 54 → 49, 524288 78 → 51, LayerNorm 98304 50 → 53, 262144 62 → 54; float32, 1 GB, 98304
-# 337 → 341, LayerNorm 348 → 342, 131072 597 → 340, 611 → 341. Not where clusters of eight hold the row: LayerNorm,
-# 65536, 1 GB 350 → 342, but 25 MB 20 → 22.
+# Rows that no cluster of eight holds go to gangs (gang.cuh), where memory is slow in place of clusters of sixteen,
+# longer ones everywhere in place of two sweeps over memory. An H100, 1 GB, RMSNorm N=98304 337 → 341 us, 131072 339 →
+# 339, 196608 344 → 340, 262144 348 → 341, 524288 605 → 341, LayerNorm 98304 351 → 347, 131072 353 → 345, 262144 376 →
+# 345, 524288 621 → 359; 100 MB, RMSNorm 98304 46 → 48, 262144 54 → 49, 524288 78 → 51, LayerNorm 98304 50 → 53, 262144
+# 62 → 54; float32, 1 GB, 98304 337 → 341, LayerNorm 348 → 342, 131072 597 → 340, 611 → 341. Not where clusters of eight
+# hold the row: LayerNorm, 65536, 1 GB 350 → 342, but 25 MB 20 → 22.
 MOST_CLUSTER_BESIDE_GANGS = 8
 # Where memory is fast, clusters of sixteen take rows of so many bytes and more for each of their blocks. An H200, 1 GB,
 # clusters and gangs, 98304 (12 KB) 276.7, 263.0 us, LayerNorm 303.4, 259.6, 106496 263.2, 266.0 and 283.0, 261.4,

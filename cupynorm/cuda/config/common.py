@@ -104,9 +104,9 @@ class BackwardConfig(NamedTuple):
         return self.threads // self.group_threads
 
     @property
-    def dx_alone(self) -> tuple[str, ...]:
-        """Definitions of the staged kernel for launches whose walkers write dx alone: these keep no pace."""
-        return dx_alone_definitions(self.definitions)
+    def dx_alone_definitions(self) -> tuple[str, ...]:
+        """Of the staged kernel for launches whose walkers write dx alone: these keep no pace."""
+        return for_dx_alone(self.definitions)
 
     @property
     def per_thread(self) -> int:
@@ -305,7 +305,7 @@ def staged_definitions(
     return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}", *part_definitions(part), *others
 
 
-def dx_alone_definitions(definitions: tuple[str, ...]) -> tuple[str, ...]:
+def for_dx_alone(definitions: tuple[str, ...]) -> tuple[str, ...]:
     return (*(text for text in definitions if text != "PACED=1"), "DX_ALONE=1")
 
 

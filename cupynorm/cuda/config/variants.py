@@ -30,7 +30,7 @@ from .common import (
     Kind,
     columns_per_thread,
     compute_name,
-    dx_alone_definitions,
+    for_dx_alone,
     staged_choice,
     staged_definitions,
     triad_definitions,
@@ -84,7 +84,7 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         if may_form_gangs(x, dy, vector, device):
             summing.append(Variant("backward_staged.cu", ("backward_staged",), (*definitions, *gang_definitions())))
         yield from summing
-        for alone in sorted({dx_alone_definitions(variant.definitions) for variant in summing}):
+        for alone in sorted({for_dx_alone(variant.definitions) for variant in summing}):
             yield Variant("backward_staged.cu", ("backward_staged",), alone)
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
         definitions = forward_definitions(norm, x, vector)

@@ -44,17 +44,20 @@ READ_ONCE_BYTES = (16 << 20, 50 << 20)
 #
 # Of 16-bit types in vectors and small clusters, from a scan of 23 lengths and seven sizes with and without, 37 MB
 # unless said: an H200, RMSNorm 10240, 57 rows, 20.1 → 18.5 us, 32768 20.9 → 18.8, LayerNorm 8192, 71, 21.9 → 19.6,
-# 32768 23.2 → 19.9, 43 MB, 8192, 83, 23.9 → 22.1, 10240, 88, 25.9 → 24.1; an H100, RMSNorm 20480, 57, 24.4 → 21.6,
-# LayerNorm 10240 28.3 → 24.3, 6144, 48, 25.5 → 23.4. But of few column blocks, beside walkers that take several rows a
-# step, an H200, 31 MB, 2560, 64 rows, 17.1 → 18.0, LayerNorm 19.0 → 20.3, an H100, 25 MB, 51 rows, 19.8 → 21.9.
-# Some lose within the limits: an H200, 37 MB, 7168 18.4 → 18.9; an H100, 28 MB, LayerNorm 5120 4%.
+# 32768 23.2 → 19.9, 43 MB, 8192, 83, 23.9 → 22.1, 10240, 88, 25.9 → 24.1; an H100, LayerNorm 10240 28.3 → 24.3, 6144,
+# 48, 25.5 → 23.4. But of few column blocks, beside walkers that take several rows a step, an H200, 31 MB, LayerNorm,
+# 2560, 64 rows, 19.0 → 20.3, an H100, 25 MB, 51 rows, 19.8 → 21.9. Some lose within the limits: an H200, 37 MB, 7168
+# 18.4 → 18.9; an H100, 28 MB, LayerNorm 5120 4%. Since a thread waits for sixteen rows at a time more are worth it,
+# an H200, 37 MB, 4096, 71 rows, 19.1 → 18.0, 25 MB, LayerNorm 2048, 32 rows, 16.7 → 15.9; an H100, 37 MB, 5120, 57,
+# 22.8 → 21.1, 43 MB, 10240, 66, 26.1 → 22.9, 20480 27.1 → 23.5, 16384, 82, 24.9 → 23.9, but 37 MB, 2560, 76, 22.2 →
+# 22.7, 25 MB, LayerNorm 1024, 32 of one sector, 17.9 → 18.8.
 #
 # Else: beyond these limits some lost, RMSNorm, 36 MB, N=131072 9%, LayerNorm without db, 31 MB, N=65536 14%; within
 # them RMSNorm 65536 loses 4 to 5% from 28 MB on, LayerNorm without db 65536 7% at 25 MB. Where memory is slow, an H100:
 # LayerNorm, 43 MB, 65536 29.5 → 27.1, but gangs, 262144, 34.1 → 35.3.
 COLUMN_BLOCKS_BYTES = 44 << 20
-COLUMN_BLOCK_ROWS = {False: ((28, 44, 66), (44, 48, 88)), True: ((28, 44, 61), (36, 42, 72))}
-FEW_COLUMN_BLOCKS, FEW_COLUMN_BLOCKS_ROWS = 56, {False: (59, 62), True: (52, 46)}
+COLUMN_BLOCK_ROWS = {False: ((28, 44, 72), (44, 48, 88)), True: ((28, 44, 84), (28, 44, 88))}
+FEW_COLUMN_BLOCKS, FEW_COLUMN_BLOCKS_ROWS = 56, {False: (72, 62), True: (72, 46)}
 COLUMN_BLOCKS_BYTES_ELSE = {
     False: {"rmsnorm": (32 << 20, 36 << 20), "layernorm": (24 << 20, 36 << 20)},
     True: {"rmsnorm": (32 << 20, 36 << 20), "layernorm": (24 << 20, 46 << 20)},
@@ -82,13 +85,17 @@ COLUMN_BLOCKS_WALKERS = 3 / 4
 # blocks 9.1, 9.9.
 OTHER_SLICES, OTHER_SLICES_LEAST_SECTORS = (3, 5, 6, 8), 4
 AIMED_COLUMN_BLOCKS = {
-    False: {False: (32, 0.6, 48), True: (24, 2, 44)},
-    True: {False: (20, 1.4, 54), True: (44, 0.4, 60)},
+    False: {False: (32, 0.6, 48), True: (24, 2, 46)},
+    True: {False: (20, 1.4, 51), True: (44, 0.4, 60)},
 }
+# For each of several blocks on a multiprocessor no more: LayerNorm, an H100, 37 MB, 10240 with 108 and 80 blocks 27.9,
+# 23.5 us, 20480 24.7, 22.5. And without db slices of under 128 bytes count as so many times as far from the aim: 25 MB,
+# 2048 with 64 and 32 blocks, an H200 15.4, 14.3, an H100 17.9, 17.1 (LayerNorm 17.9, 19.5).
+MOST_AIMED_OF_SEVERAL, NARROW_SLICE = 46, 1.3
 # One row alone gains past the ring and, else (off 16 bytes, in clusters, of 40 columns a thread), from so many columns
 # on, LayerNorm 7.6 → 6.9 us, of 1024 6.2 → 6.6; where dw and db have another type than their sums, in any case.
 COLUMN_BLOCKS_ONE_ROW = 4096
-# So few rows, where no group has more than one, take the kernel's short way (kTakesFewRows of backward_staged.cu). An
+# So few rows, where no group has more than one, take the kernel's short way (kTakesFewRows of few_rows.cuh). An
 # H100: 130x1024 7.2 → 6.8 us, LayerNorm 7.8 → 7.0, 264x1024 7.4 → 7.1, 8.0 → 7.3, but 512x1024 7.3 → 7.5, 7.6 → 7.8;
 # of 40 columns a thread 1x5120 7.2 → 7.5, in clusters 1x16384 7.6 → 8.1.
 FEW_ROWS_A_MULTIPROCESSOR = 2
@@ -102,7 +109,7 @@ class Grid(NamedTuple):
 
     walkers: int  # blocks, clusters, gangs, or blocks of one slab, that walk along the rows
     column_blocks: int = 0  # behind them, blocks that sum dw and db (column_blocks.cuh); 0: the walkers do
-    column_threads: int = 0  # of a column block, side by side; those that are as far apart share columns
+    column_threads: int = 0  # of a column block, side by side; those that lie so many apart share columns
     few_rows: bool = False  # no group has more than one, and walkers sum no columns
 
 
@@ -123,7 +130,7 @@ def grid(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, devi
 
 
 def takes_few_rows(config: BackwardConfig) -> bool:
-    """Whether the kernel has a way past the ring for these: kTakesFewRows of backward_staged.cu."""
+    """Whether the kernel has a way past the ring for these: kTakesFewRows of few_rows.cuh."""
     return (
         config.route == "staged" and "VECTOR=1" in config.definitions and config.slabs == 1 and config.per_thread <= 32
     )
@@ -163,7 +170,7 @@ def _column_blocks_grid(
     for most in (COLUMN_BLOCKS, COLUMN_BLOCKS // 2, COLUMN_BLOCKS // 4):
         found = _column_blocks(config, problem, most * together)
         if walkers_beside(found, most) < steps and _is_usual(config, problem):
-            aim = together * _aimed_column_blocks(problem, device)
+            aim = together * _aimed_column_blocks(problem, together, device)
             found = _column_blocks(config, problem, most * together, aim)
         if found.rows > _most_rows(found, config, problem, device):
             return None
@@ -194,8 +201,10 @@ def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) ->
     return COLUMN_BLOCKS_BYTES if usual else COLUMN_BLOCKS_BYTES_ELSE[device.has_slow_memory][problem.norm][sums_db]
 
 
-def _aimed_column_blocks(problem: NormProblem, device: Device) -> int:
+def _aimed_column_blocks(problem: NormProblem, together: int, device: Device) -> int:
+    """Of each of the blocks that are `together` on a multiprocessor."""
     least, more, most = AIMED_COLUMN_BLOCKS[device.has_slow_memory][kernels_sum_db(problem)]
+    most = min(most, MOST_AIMED_OF_SEVERAL) if together > 1 else most
     return int(min(most, least + more * _data_bytes(problem) / 1e6) * device.multiprocessors / 132)
 
 
@@ -217,7 +226,12 @@ def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, aim:
         others = [column_threads * n // 4 for n in quarters]
         step, least = 2 * sector_threads, OTHER_SLICES_LEAST_SECTORS * sector_threads
         fit = [n for n in others if n % step == 0 and least <= n <= config.threads and slices(n) <= most]
-        column_threads = min([column_threads, *fit], key=lambda n: max(slices(n), aim) / min(slices(n), aim))
+        narrow = 1 if kernels_sum_db(problem) else NARROW_SLICE
+
+        def away(n: int) -> float:
+            return max(slices(n), aim) / min(slices(n), aim) * (narrow if n < least else 1)
+
+        column_threads = min([column_threads, *fit], key=away)
     blocks, of_a_block = min(slices(column_threads), most), divide_up(slices(column_threads), most)
     return _ColumnBlocks(
         blocks=divide_up(blocks, config.cluster) * config.cluster,
