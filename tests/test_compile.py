@@ -81,6 +81,7 @@ ALLOWED_SPILLS = (
                 "VECTOR=1",
                 "COLUMNS_PER_THREAD=16",
                 "CLUSTER=1",
+                "DX_ALONE=1",
             ),
             most,
             "By the disassembly: one register, with dy of float64 four, of column blocks, set before the first slice "
