@@ -126,7 +126,8 @@ private:
             if (first > 0 && first_row + first * a.row_threads >= a.rows) return;
             ThreadSums part;
 #pragma unroll
-            for (int i = first; i < minimum(first + kSummed, kRows); ++i) {
+            for (int i = first; i < first + kSummed; ++i) {
+                if (i >= kRows) break;  // known when compiled; as the loop's end it left the rows in memory on 10.0
                 Compute x[kWideVector], dy[kWideVector];
                 x_packed[i].unpack(x);
                 dy_packed[i].unpack(dy);
