@@ -79,7 +79,7 @@ class FakeDevice:
         self.stream = FakeStream()
         self.error: Exception | None = None  # what launches raise
         self.status = 0  # what the driver library returns
-        self._kernels: list[tuple[str, tuple[str, ...]]] = []  # names and definitions
+        self._kernels: list[tuple[str, str, tuple[str, ...]]] = []  # file, name, definitions
 
         runtime = self.cupy.cuda.runtime
         for name, replacement in {
@@ -137,14 +137,14 @@ class FakeDevice:
     # --- kernels and the driver library ---
 
     def _kernel(self, file: str, name: str, definitions: tuple[str, ...] = ()) -> Any:
-        self._kernels.append((name, definitions))
+        self._kernels.append((file, name, definitions))
         return SimpleNamespace(kernel=SimpleNamespace(ptr=len(self._kernels)), max_dynamic_shared_size_bytes=0)
 
     def _launch(self, function: int, x: int, y: int, z: int, *block_shared_stream_pointers: int) -> None:
         if self.error:
             raise self.error
         *_, stream, pointers, _ = block_shared_stream_pointers
-        name, definitions = self._kernels[function - 1]
+        _, name, definitions = self._kernels[function - 1]
         memory = ctypes.c_void_p.from_address(pointers).value
         arguments = ctypes.string_at(memory, struct.calcsize(layout_of(name)))
         self.launched.append(Launched(name, (x, y, z), stream, arguments, definitions=definitions))

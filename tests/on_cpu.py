@@ -16,7 +16,6 @@ import subprocess
 from collections import deque
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -66,7 +65,6 @@ class KernelsOnCpu(FakeDevice):
 
         self._folder = folder
         self._compiled: dict[tuple[str, str, tuple[str, ...]], Any] = {}
-        self._asked: list[tuple[str, str, tuple[str, ...]]] = []  # of each of self._kernels: file, name, definitions
         self._shapes: dict[int, tuple[int, int]] = {}  # of each, threads and bytes of shared memory
         over = driver.Launch.over
 
@@ -78,11 +76,6 @@ class KernelsOnCpu(FakeDevice):
         self.functions: list[int] = []  # of each launch so far
         self._alive: list[Any] = []  # arrays made since the kernels ran last, which run later than a device's would
         self._bounds: deque[tuple[int, int]] = deque(maxlen=64)  # of the arrays made last
-
-    def _kernel(self, file: str, name: str, definitions: tuple[str, ...] = ()) -> SimpleNamespace:
-        kernel: SimpleNamespace = super()._kernel(file, name, definitions)
-        self._asked.append((file, name, definitions))
-        return kernel
 
     def array(self, *arguments: Any, **options: Any) -> Any:
         self._alive.append(super().array(*arguments, **options))
@@ -101,7 +94,7 @@ class KernelsOnCpu(FakeDevice):
         """Carries out the launches since the last time; returns what kernels these were, and their definitions."""
         ran = []
         for launched, function in zip(self.launched, self.functions, strict=True):
-            file, name, definitions = self._asked[function - 1]
+            file, name, definitions = self._kernels[function - 1]
             assert "CLUSTER=1" in definitions or not any(text.startswith("CLUSTER=") for text in definitions)
             threads, shared_bytes = self._shapes[function]
             arguments = ctypes.create_string_buffer(launched.arguments, len(launched.arguments))
