@@ -54,22 +54,25 @@ struct BackwardArguments {
     void *dw, *db;          // null: not wanted
     Compute* dw_partials;   // a row of partial_row_stride(columns) for each walker; null: dw is the only one, or none
     Compute* db_partials;
-    void* sums;             // split route: Sums<Compute> of rows × slabs; gangs: what they exchange
-    Meeting* meeting;       // null: nothing to reduce, or column blocks, or one walker whose partial row is dw, or narrowed to it
+    void* sums;             // split route: Sums<Compute> of rows × slabs; gangs: what they exchange; column blocks: of their parts
+    Meeting* meeting;       // null: nothing to reduce, or one walker whose partial row is dw, or narrowed to it; column blocks: the
+                            // counters alone, of their parts, if a slice has several
     int64 rows;
     int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
     int columns;
-    int w_code, dw_code;    // ElementCode, of w (x's type or the arithmetic's: widen_w.cu), and of dw and db
+    int w_code;             // ElementCode, of w: x's type or the arithmetic's (widen_w.cu)
     int group_threads;      // threads that share a row
     int slab_columns;       // columns of a row that one block holds
     int stages;             // staged route: steps in flight
     int steps;              // staged route: at least so many of each walk over the rows
     int partial_rows;       // as many as walkers
     int groups;             // of a block
+    short dw_code;          // ElementCode, of dw and db
     short row_threads;      // threads that share a column, of a column block or in the final reduction; there a power of two
     // Staged route.
     short column_threads;   // of a column block, side by side
     short column_blocks;    // blocks behind those that walk rows, which sum dw and db; 0: the walkers do
+    short row_parts;        // column blocks that share a slice's rows
     short lead;             // of Pace, in quarters of a step; 0: no pace is kept
     short step_counters;    // a power of two
     bool read_once;         // x and dy need not stay in the L2 cache

@@ -98,6 +98,7 @@ class FakeDevice:
         monkeypatch.setattr(driver, "_library", lambda: self)
         monkeypatch.setattr(launch, "kernel", self._kernel)
         monkeypatch.setattr(launch, "_load_staged", launch._load_staged.__wrapped__)
+        monkeypatch.setattr(launch, "prepare", lambda device_id: None)
         monkeypatch.setattr(launch, "_kept", launch._KeptMemory())
         monkeypatch.setattr(launch, "_alloc", lambda size: self._allocate("pool", size))
         monkeypatch.setattr(launch, "_malloc_async", lambda size: self._allocate("graph", size))

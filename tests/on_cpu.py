@@ -49,6 +49,7 @@ MEANINGS = {
     "on_cpu::write((uint64_t*)(($1) + 8), $3);",
     "red.relaxed.gpu.global.add.u64 [%0], 1": "on_cpu::add($1, 1);",
     "atom.acq_rel.gpu.global.add.u64 %0, [%1], %2": "$1 = on_cpu::add($2, $3);",
+    "atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2": "$1 = on_cpu::add_up_to($2, $3);",
     "atom.relaxed.gpu.global.add.u32 %0, [%1], 1": "$1 = on_cpu::add($2, 1);",
     "ld.volatile.shared.u32 %0, [%1]": "$1 = *reinterpret_cast<const unsigned*>($2);",
     "bar.sync 1, %0": "on_cpu::bar_sync(1, $1);",

@@ -143,13 +143,16 @@ def test_few_rows(
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
-    ("rows", "columns", "column_blocks", "column_threads"),
+    ("rows", "columns", "column_blocks", "column_threads", "row_parts"),
     [
-        (150, 4096, 43, 12),  # four threads are left over
-        (150, 4096, 64, 8),
-        (80, 7168, 45, 20),  # 16 threads, and in the last slice four
-        (200, 5120, 54, 12),
-        (70, 8192, 43, 24),  # more sums than threads
+        (150, 4096, 43, 12, 1),  # four threads are left over
+        (150, 4096, 64, 8, 1),
+        (80, 7168, 45, 20, 1),  # 16 threads, and in the last slice four
+        (200, 5120, 54, 12, 1),
+        (70, 8192, 43, 24, 1),  # more sums than threads
+        (9_000, 128, 64, 8, 32),
+        (3_600, 392, 84, 8, 12),  # in the last slice one thread
+        (1_450, 1024, 64, 16, 8),
     ],
 )
 def test_slices_of_any_width(
@@ -160,15 +163,16 @@ def test_slices_of_any_width(
     columns: int,
     column_blocks: int,
     column_threads: int,
+    row_parts: int,
 ) -> None:
-    """dw and db by column blocks whose threads side by side are a power of two, or not."""
+    """dw and db by column blocks whose threads side by side are a power of two, or not; by several for a slice."""
     aim = dict.fromkeys((False, True), dict.fromkeys((False, True), (column_blocks, 0, column_blocks)))
     monkeypatch.setattr("cupynorm.cuda.config.walkers.AIMED_COLUMN_BLOCKS", aim)
     case = case_of(norm, rows, columns)
     tensors = make_case(np, case)
     results = backward(norm, on_device(device, tensors), has_bias=case.has_bias)
     named = device.launched[-1].named()
-    assert (named.column_blocks, named.column_threads) == (column_blocks, column_threads)
+    assert (named.column_blocks, named.column_threads, named.row_parts) == (column_blocks, column_threads, row_parts)
     assert named.row_threads == 256 // column_threads
     check_backward(case, tensors, run(device, results, "backward_staged"))
 

@@ -38,7 +38,7 @@ class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
     ]
 
 
-_HEAD_START = 0.015  # seconds
+_HEAD_START = 0.005  # seconds
 _attributes_lock = threading.Lock()
 
 
@@ -94,6 +94,7 @@ class Launch:
         occupancy = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
         return max(1, int(occupancy(self._kernel.kernel.ptr, self._threads, self._shared_bytes))) * multiprocessors
 
+    @functools.cached_property
     def clusters_at_once(self) -> int:
         """How many clusters the whole device holds at the same time: fewer than its multiprocessors suggest.
 
@@ -124,9 +125,8 @@ def load_together(make: Callable[[], Any], make_other: Callable[[], Any]) -> Non
     """Call two functions that make kernels, and load these on the current device.
 
     Most of NVRTC's work on two programs goes on at the same time (12.9, two cores: two of 0.45 s each take 0.50), so a
-    thread does the first. It starts alone: if CuPy's disk cache has the kernel it is there soon, and else has done what
-    the other would do once more (CuPy has NVRTC preprocess an empty file, 13 ms). What goes wrong there shows when the
-    function is called again.
+    thread does the first. It starts alone, for if CuPy's disk cache has the kernel it is there soon, and two threads
+    would take longer for two such kernels than one. What goes wrong there shows when the function is called again.
     """
     device = cupy.cuda.runtime.getDevice()
 

@@ -17,7 +17,7 @@ from ..arrays import is_capturing
 from ..problem import NormProblem
 from . import config as choose
 from .driver import Arguments, Launch, PerThread, load_together
-from .module import kernel
+from .module import kernel, prepare
 
 # cudaDevAttr… ComputeCapabilityMajor, ComputeCapabilityMinor, MultiProcessorCount, MaxSharedMemoryPerBlockOptin,
 # MemoryClockRate (kHz, of two transfers each), GlobalMemoryBusWidth (bits)
@@ -47,14 +47,14 @@ class Backward:
         config, main, device = _fitting(configure, _backward_main, device_of(device_id))
         split = config.route == "split"
         at_once = _walkers_at_once(main, device, config.cluster, config.slabs if config.gang else 1)
-        walkers, column_blocks, column_threads, few_rows = choose.grid(config, problem, at_once, device)
+        walkers, column_blocks, column_threads, row_parts, few_rows = choose.grid(config, problem, at_once, device)
 
         grid = (config.slabs, walkers) if split else (walkers * config.slabs + column_blocks, 1)
         blocks = grid[0] * grid[1]
 
-        # Column blocks need no memory. A single partial row is the sum: dw and db themselves, where these have its type
-        # and alignment. Else the direct and split kernels narrow it; the staged kernel has no code for that, and holds
-        # a meeting of one.
+        # Column blocks need memory only where several share a slice's rows. A single partial row is the sum: dw and db
+        # themselves, where these have its type and alignment. Else the direct and split kernels narrow it; the staged
+        # kernel has no code for that, and holds a meeting of one.
         sums = (problem.want_dw or problem.want_db) and not column_blocks
         if config.route == "staged" and not sums:
             main = _staged_launch(config, config.dx_alone_definitions)
@@ -64,11 +64,13 @@ class Backward:
         widens_w = problem.want_dx and problem.w_dtype is not None and problem.w_dtype not in usual
         itemsize = problem.compute_dtype.itemsize
         partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize if reduces or apart else 0
+        sums_bytes = problem.rows * config.slabs * 2 * itemsize if split and problem.want_dx else 0
+        parts_bytes = choose.column_parts_bytes(config, problem, column_blocks, column_threads, row_parts)
         self._workspace = _Workspace(
-            choose.meeting_bytes(blocks) if reduces else 0,
+            choose.STEP_COUNTERS_BYTES if parts_bytes else choose.meeting_bytes(blocks) if reduces else 0,
             partials_bytes if problem.want_dw else 0,
             partials_bytes if problem.want_db else 0,
-            problem.rows * config.slabs * 2 * itemsize if split and problem.want_dx else 0,
+            sums_bytes or parts_bytes,
             exchange=choose.exchange_bytes(walkers * config.slabs) if config.gang else 0,
             beside=problem.columns * itemsize if widens_w else 0,
         )
@@ -103,16 +105,17 @@ class Backward:
                 problem.out_row_stride,
                 problem.columns,
                 _code(w_dtype),
-                _code(problem.parameter_dtype),
                 config.group_threads,
                 config.slab_columns,
                 config.stages,
                 choose.least_steps(config.groups, problem.rows, walkers),
                 walkers,
                 config.groups,
+                _code(problem.parameter_dtype),
                 row_threads,
                 column_threads,
                 column_blocks,
+                row_parts,
                 *(choose.pace(config, problem.rows, walkers) if reduces else (0, 1)),
                 choose.reads_once(problem) and not column_blocks,  # these read what the walkers have read
                 few_rows,
@@ -308,7 +311,7 @@ def _fitting(
     """What is chosen for the device; whether that holds such a cluster is known only once the kernel is loaded."""
     config = configure(device)
     main = main_of(config)
-    while config.cluster > 1 and not main.clusters_at_once():
+    while config.cluster > 1 and not main.clusters_at_once:
         device = device._replace(most_cluster=config.cluster // 2)
         config = configure(device)
         main = main_of(config)
@@ -327,6 +330,7 @@ def _backward_main(config: choose.BackwardConfig) -> Launch:
 
 @functools.cache
 def _load_staged(device_id: int, *both: tuple[str, ...]) -> None:
+    prepare(device_id)
     load_together(*(functools.partial(_staged_kernel, definitions) for definitions in both))
 
 
@@ -348,7 +352,7 @@ def _walkers_at_once(main: Launch, device: choose.Device, cluster: int, gang_blo
     """How many blocks, clusters, or gangs of so many blocks, the device holds at the same time."""
     if cluster == 1:
         return main.blocks_at_once(device.multiprocessors) // gang_blocks
-    return choose.clusters_at_once(main.clusters_at_once(), cluster, device)
+    return choose.clusters_at_once(main.clusters_at_once, cluster, device)
 
 
 def _is_aligned(problem: NormProblem, offset: int) -> bool:

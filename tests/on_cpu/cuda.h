@@ -61,6 +61,11 @@ template <class T> T read_anew(const void* source) {
 }
 template <class T, class U> void write(T* target, U value) { __atomic_store_n(target, T(value), __ATOMIC_RELEASE); }
 template <class T, class U> T add(T* target, U value) { return __atomic_fetch_add(target, T(value), __ATOMIC_ACQ_REL); }
+inline unsigned add_up_to(unsigned* target, unsigned last) {
+    unsigned before = *target;
+    while (!__atomic_compare_exchange_n(target, &before, before >= last ? 0 : before + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {}
+    return before;
+}
 template <class Condition> void wait_until(Condition condition) {
     while (!condition()) yield();
     progress = true;
