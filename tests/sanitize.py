@@ -9,26 +9,31 @@ No assertion: the tools say what they find. Run from the root of the repository,
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import cupy
 import ml_dtypes
 import numpy as np
 
 import cupynorm
+from cupynorm.cuda.config import column_blocks
 
 # Parts of a warp, one warp, several, blocks of several teams, clusters of 2 to 16; off 16 bytes where N is odd. With
-# few rows blocks of their own sum dw and db, two of them on a multiprocessor at 400x3072 of float32 and 150x10240 of
-# bfloat16, with slices of any width at 1017x4096, 407x10240 and 127x32768; the fewest, to 7x4096 and 40x896, go past
-# the ring; from 6200x1024 on those that walk along the rows meet. The forward pass draws steps of 51000x1024 to
-# 300000x128, at least, on a device of 132 multiprocessors; in these, 3200x7168 and the last two, walkers of both norms
-# keep pace: alone on their multiprocessor, with other blocks, in clusters.
+# little data blocks of their own sum dw and db, two of them on a multiprocessor at 400x3072 of float32 and 150x10240 of
+# bfloat16, with slices of any width at 1017x4096, 407x10240 and 127x32768, several for a slice from 9000x128 on; the
+# fewest rows, to 7x4096 and 40x896, go past the ring.
 SHAPES = (
     (40, 128), (300, 128), (20, 256), (9, 512), (9, 1001), (40, 1024), (7, 4096), (5, 5120), (5, 4095), (6, 8192),
     (6, 16384), (6, 20480), (4, 16385), (4, 65536), (3, 131072), (3, 262144), (400, 3072), (150, 10240),
     (70, 33), (40, 129), (30, 300), (20, 350), (20, 513), (9, 700), (9, 850), (9, 1100), (5, 6001), (6, 12289),
     (900, 601),
-    (1017, 4096), (407, 10240), (127, 32768),
+    (1017, 4096), (407, 10240), (127, 32768), (9000, 128), (4069, 384), (4069, 512), (4069, 1024), (2500, 3072),
     (40, 896), (7, 3328), (4, 40960), (3, 81920), (3, 163840), (3, 196608),
+)  # fmt: skip
+# Without such blocks: those that walk along the rows meet. The forward pass draws steps of 51000x1024 to 300000x128, at
+# least, on a device of 132 multiprocessors; in these, 3200x7168 and the last two, walkers of both norms keep pace:
+# alone on their multiprocessor, with other blocks, in clusters.
+MEETING = (
     (6200, 1024), (1900, 4096), (400, 4095), (500, 16384), (240, 40960), (120, 65536), (60, 262144),
     (70, 131072), (90, 98304), (20, 524288),
     (51000, 1024), (3200, 7168), (300000, 128), (102000, 512), (1800, 14336), (3200, 16384),
@@ -42,18 +47,26 @@ GAPS = (
 
 def main() -> None:
     generator = np.random.default_rng(0)
-    shapes = (*((*shape, 0) for shape in SHAPES), *GAPS)
-    for dtype, (rows, columns, gap) in itertools.product((ml_dtypes.bfloat16, np.float32), shapes):
-        values = generator.standard_normal((rows, columns), np.float32).astype(dtype)
-        x, dy = (with_gaps(cupy.asarray(values[::step]), gap) for step in (1, -1))
-        w, b = cupy.ones(columns, np.float32), cupy.zeros(columns, np.float32)
-        _, rstd = cupynorm.rmsnorm_forward(x, w)
-        cupynorm.rmsnorm_backward(x, w, dy, rstd)
-        _, mean, rstd = cupynorm.layernorm_forward(x, w, b)
-        cupynorm.layernorm_backward(x, w, dy, mean, rstd)
-        cupynorm.layernorm_backward(x, w.astype(np.float16), dy, mean, rstd)  # a type that is widened first
-        cupy.cuda.Device().synchronize()
-        print(np.dtype(dtype).name, rows, columns, gap, flush=True)
+    few, many = ([(*shape, 0) for shape in shapes] for shapes in (SHAPES, MEETING))
+    dtypes = ml_dtypes.bfloat16, np.float32
+    for dtype, shape in itertools.product(dtypes, (*few, *GAPS)):
+        calls(generator, dtype, *shape)
+    column_blocks._most_bytes = lambda *_: 0
+    for dtype, shape in itertools.product(dtypes, many):
+        calls(generator, dtype, *shape)
+
+
+def calls(generator: np.random.Generator, dtype: Any, rows: int, columns: int, gap: int) -> None:
+    values = generator.standard_normal((rows, columns), np.float32).astype(dtype)
+    x, dy = (with_gaps(cupy.asarray(values[::step]), gap) for step in (1, -1))
+    w, b = cupy.ones(columns, np.float32), cupy.zeros(columns, np.float32)
+    _, rstd = cupynorm.rmsnorm_forward(x, w)
+    cupynorm.rmsnorm_backward(x, w, dy, rstd)
+    _, mean, rstd = cupynorm.layernorm_forward(x, w, b)
+    cupynorm.layernorm_backward(x, w, dy, mean, rstd)
+    cupynorm.layernorm_backward(x, w.astype(np.float16), dy, mean, rstd)  # a type that is widened first
+    cupy.cuda.Device().synchronize()
+    print(np.dtype(dtype).name, rows, columns, gap, flush=True)
 
 
 def with_gaps(array: cupy.ndarray, gap: int) -> cupy.ndarray:

@@ -38,7 +38,7 @@ LENGTHS = (100, 1024, 8192, 20000, 262144)
 def rows_of(columns: int, many: bool) -> int:
     """So few that blocks of their own sum dw and db, or so many that those which walk along the rows meet:
     test_config.py asks, off 16 bytes of rows without clusters."""
-    return 48_000_000 // (6 * columns) if many else (90 if columns < 10000 else 12)
+    return 120_000_000 // (6 * columns) if many else (90 if columns < 10000 else 12)
 
 
 SPIN = r"""
@@ -423,6 +423,38 @@ def test_work_follows_the_current_stream(cupy: Any) -> None:
         results = backward("layernorm", late)
         stream.synchronize()
     assert_same_bits(results, expected)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("rows", "columns"), [(9000, 128), (4069, 512), (4069, 1024)])
+def test_blocks_that_share_rows(cupy: Any, norm: str, rows: int, columns: int) -> None:
+    """They count who is done: at the same time on two streams, in a graph, and while other work holds all but a few
+    multiprocessors; the counters are zero again, and the bits the same."""
+    from cupynorm.cuda import config, launch
+
+    tensors = make_tensors(cupy, norm, (rows, columns), "bfloat16")
+    expected = backward(norm, tensors, has_bias=True)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    outs = [empty_results(cupy, tensors) for _ in streams[1:]]
+    multiprocessors = cupy.cuda.Device().attributes["MultiProcessorCount"]
+    for held in (0, multiprocessors - 3):
+        for out in outs:
+            poison(out)
+        cupy.cuda.Device().synchronize()
+        with streams[0]:
+            if held:
+                spin(cupy, 0.01, held)
+        for _ in range(3):
+            for stream, out in zip(streams[1:], outs, strict=True):
+                with stream:
+                    backward(norm, tensors, has_bias=True, out=out)
+        cupy.cuda.Device().synchronize()
+        for stream, out in zip(streams[1:], outs, strict=True):
+            assert_same_bits(out, expected)
+            if cupy.cuda.Device().compute_capability == "90":  # elsewhere others may be chosen
+                kept = launch._kept.on_device[cupy.cuda.Device().id][stream.ptr][2]
+                assert not cupy.ndarray((config.STEP_COUNTERS_BYTES,), np.uint8, kept).any()
+    assert_a_graph_gives(streams[1], lambda: backward(norm, tensors, has_bias=True, out=outs[0]), outs[0], expected)
 
 
 @pytest.mark.parametrize("many", [False, True])

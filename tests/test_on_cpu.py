@@ -151,8 +151,8 @@ def test_few_rows(
         (200, 5120, 54, 12, 1),
         (70, 8192, 43, 24, 1),  # more sums than threads
         (9_000, 128, 64, 8, 32),
-        (3_600, 392, 84, 8, 12),  # in the last slice one thread
-        (1_450, 1024, 64, 16, 8),
+        (3_600, 392, 56, 8, 8),  # in the last slice one thread
+        (1_450, 1024, 64, 8, 4),
     ],
 )
 def test_slices_of_any_width(
@@ -167,7 +167,8 @@ def test_slices_of_any_width(
 ) -> None:
     """dw and db by column blocks whose threads side by side are a power of two, or not; by several for a slice."""
     aim = dict.fromkeys((False, True), dict.fromkeys((False, True), (column_blocks, 0, column_blocks)))
-    monkeypatch.setattr("cupynorm.cuda.config.walkers.AIMED_COLUMN_BLOCKS", aim)
+    monkeypatch.setattr("cupynorm.cuda.config.column_blocks.AIMED_COLUMN_BLOCKS", aim)
+    monkeypatch.setattr("cupynorm.cuda.config.column_blocks.BROKEN_LINES", 1)
     case = case_of(norm, rows, columns)
     tensors = make_case(np, case)
     results = backward(norm, on_device(device, tensors), has_bias=case.has_bias)
@@ -180,8 +181,8 @@ def test_slices_of_any_width(
 def walkers_sum_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little data there is."""
     none = dict.fromkeys((False, True), dict.fromkeys(NORMS, (0, 0)))
-    monkeypatch.setattr("cupynorm.cuda.config.walkers.COLUMN_BLOCKS_BYTES", 0)
-    monkeypatch.setattr("cupynorm.cuda.config.walkers.COLUMN_BLOCKS_BYTES_ELSE", none)
+    monkeypatch.setattr("cupynorm.cuda.config.column_blocks.COLUMN_BLOCKS_BYTES", 0)
+    monkeypatch.setattr("cupynorm.cuda.config.column_blocks.COLUMN_BLOCKS_BYTES_ELSE", none)
 
 
 @pytest.mark.parametrize(

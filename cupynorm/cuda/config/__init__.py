@@ -4,22 +4,21 @@ What fixes the order of a row's sums (route, vector width, threads and blocks th
 layout, what is summed and the GPU model (of a part of a device, on that) alone, never on how many rows come with it: so
 a row's dx and y have the same bits in any company.
 
-backward.py and forward.py choose the kernel and its blocks, walkers.py how many of these run; common.py has what they
-share. Constants stand where they are used, with what was measured; in us, bfloat16, on an H200, unless said otherwise.
-variants.py lists every kernel that can be asked for.
+backward.py and forward.py choose the kernel and its blocks, walkers.py how many of these run, column_blocks.py where
+others sum dw and db; common.py has what they share. Constants stand where they are used, with what was measured; in us,
+bfloat16, on an H200, unless said otherwise. variants.py lists every kernel that can be asked for.
 """
 
 from .backward import BACKWARD_ARGUMENTS, WIDENING_ARGUMENTS, backward_config, widening_definitions
-from .common import ELEMENT_CODES, BackwardConfig, Device, ForwardConfig
+from .column_blocks import column_parts_bytes
+from .common import ELEMENT_CODES, BackwardConfig, Device, ForwardConfig, Grid
 from .forward import FORWARD_ARGUMENTS, forward_config
 from .walkers import (
     KEPT_BYTES,
     KEPT_COUNTER_BYTES,
     KEPT_EXCHANGE_BYTES,
     STEP_COUNTERS_BYTES,
-    Grid,
     clusters_at_once,
-    column_parts_bytes,
     exchange_bytes,
     forward_steps,
     forward_walkers,

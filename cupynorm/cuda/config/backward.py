@@ -6,6 +6,7 @@ import functools
 from typing import NamedTuple
 
 from ...problem import NormProblem
+from .column_blocks import has_column_blocks
 from .common import (
     CLUSTERS,
     ITEMSIZE,
@@ -47,7 +48,7 @@ from .common import (
     takes_part,
     vector_width,
 )
-from .walkers import has_column_blocks, takes_at_least, usual_clusters
+from .walkers import takes_at_least, usual_clusters
 
 # Steps of a ring: the one at work, the next (its sums are needed early), and at least one on its way.
 STAGED_LEAST_STAGES = 3

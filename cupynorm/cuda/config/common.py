@@ -138,6 +138,16 @@ class ForwardConfig(NamedTuple):
         return self.threads // self.group_threads
 
 
+class Grid(NamedTuple):
+    """The blocks of a backward launch."""
+
+    walkers: int  # blocks, clusters, gangs, or blocks of one slab, that walk along the rows
+    column_blocks: int = 0  # behind them, blocks that sum dw and db (column_blocks.cuh); 0: the walkers do
+    column_threads: int = 0  # of a column block, side by side; those that lie so many apart share columns
+    row_parts: int = 1  # column blocks that share a slice's rows
+    few_rows: bool = False  # no group has more than one, and walkers sum no columns
+
+
 def compute_name(x_name: str) -> str:
     """The type of the arithmetic."""
     return "float64" if x_name == "float64" else "float32"
@@ -178,6 +188,19 @@ def is_short(problem: NormProblem) -> bool:
 
 def have_gaps(problem: NormProblem, *strides: int) -> bool:
     return any(stride != problem.columns for stride in strides)
+
+
+def data_bytes(problem: NormProblem) -> int:
+    """Of x, dy and dx, whether it is wanted or not."""
+    itemsizes = 2 * problem.x_dtype.itemsize + ITEMSIZE[name_of(problem.dy_dtype)]
+    return problem.rows * problem.columns * itemsizes
+
+
+def takes_few_rows(config: BackwardConfig) -> bool:
+    """Whether the kernel has a way past the ring for these: kTakesFewRows of few_rows.cuh."""
+    return (
+        config.route == "staged" and "VECTOR=1" in config.definitions and config.slabs == 1 and config.per_thread <= 32
+    )
 
 
 Kind = tuple[str, str, str, bool, bool]  # norm, types of x and dy, whether db is summed, whether in vectors
