@@ -155,7 +155,11 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const unsigned row_blocks = kSumsColumns ? gridDim.x : gridDim.x - a.column_blocks;
     if constexpr (!kSumsColumns) {
         if (blockIdx.x >= row_blocks) {
-            sum_columns<kThreadsAtOnce>(ColumnArguments(a), blockIdx.x - row_blocks, reinterpret_cast<Compute*>(shared));
+            const ColumnArguments columns(a, blockIdx.x - row_blocks);
+            sum_columns<kThreadsAtOnce>(columns, reinterpret_cast<Compute*>(shared));
+            if (a.row_parts > 1) {
+                add_parts(columns, reinterpret_cast<unsigned*>(a.meeting->counters) + columns.slice, a.row_parts);
+            }
             return;
         }
         if constexpr (kTakesFewRows) {

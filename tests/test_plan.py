@@ -411,6 +411,24 @@ def test_column_blocks_need_no_memory(device: FakeDevice, mask: tuple[bool, ...]
     assert (walkers, column_blocks) == (6 if mask[0] else 0, 64 if any(mask[1:]) else 0)
 
 
+def test_column_blocks_that_share_rows_have_counters_and_room_for_their_sums(device: FakeDevice) -> None:
+    """Counters, which are zero, and behind what is kept so the sums of each block; one kernel for all masks."""
+    for mask, outputs in ((None, 2), ((True, True, False), 1), ((True, False, True), 1)):
+        call = {name: device.array((3000, 256), DTYPES["float16"]) for name in ("x", "dy")}
+        call |= {"w": device.array((256,)), "mean": device.array((3000,)), "rstd": device.array((3000,))}
+        backward("layernorm", call | {"has_bias": True, "output_mask": mask})
+        named = device.launched[-1].named()
+        slices, part = divmod(named.column_blocks, named.row_parts)
+        assert (slices, part, named.row_parts > 1) == (256 // (named.column_threads * 8), 0, True)
+        start, size = next((s, n) for s, n in reversed(device.zeroed) if s <= named.meeting < s + n)
+        assert named.meeting == start
+        assert size >= config.STEP_COUNTERS_BYTES >= 4 * slices
+        assert named.sums >= start + size
+        assert named.sums + named.column_blocks * named.column_threads * 8 * outputs * 8 <= start + config.KEPT_BYTES
+        assert not any(are_there(device.launched[-1], "dw_partials", "db_partials"))
+    assert len({launched.kernel for launched in device.launched}) == 1
+
+
 def test_what_column_blocks_read_again_stays_in_the_cache(device: FakeDevice) -> None:
     for rows, column_blocks, read_once in ((3400, 64, 0), (7000, 0, 1), (9000, 0, 0)):
         backward("layernorm", call_of(device, "layernorm", rows=rows))
@@ -864,6 +882,25 @@ def limit_clusters(device: FakeDevice, monkeypatch: pytest.MonkeyPatch, most: in
         return 0 if fits else answer
 
     monkeypatch.setattr(device, "cuOccupancyMaxActiveClusters", active_clusters, raising=False)
+
+
+def test_nvrtc_is_ready_before_two_threads_need_it(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for a device, by compiling an empty program with the options of all others."""
+    from cupynorm.cuda import launch, module
+
+    asked: list[Any] = []
+    monkeypatch.setattr(launch, "prepare", lambda device_id: asked.append(("prepare", device_id)))
+    monkeypatch.setattr(launch, "load_together", lambda *_: asked.append("load"))
+    launch._load_staged(0, ("A=1",), ("A=1", "DX_ALONE=1"))
+    assert asked == [("prepare", 0), "load"]
+    made: list[Any] = []
+    program = SimpleNamespace(compile=lambda: made.append("compiled"))
+    monkeypatch.setattr(device.cupy, "RawModule", lambda **given: made.append(given) or program)
+    module.prepare.cache_clear()
+    for _ in range(2):
+        module.prepare(7)
+    assert made == [{"code": "", "options": module.compile_options()}, "compiled"]
+    module.prepare.cache_clear()
 
 
 def test_two_kernels_are_made_at_the_same_time(device: FakeDevice) -> None:
