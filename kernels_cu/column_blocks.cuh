@@ -1,6 +1,6 @@
 // dw and db where there is little data, by blocks of their own: these go down the columns, while row walkers, if dx is
 // wanted, write that alone in the same launch. Then x and dy are read twice, the second time mostly from the L2 cache, but no
-// block waits for another, and no partial row goes through memory.
+// block waits for another, and no partial row goes through memory (of several blocks for a slice, its sums do).
 //
 // A block takes slices of columns, of 16 bytes or a single element for each of its `column_threads`, and all rows of these,
 // shared out among `row_threads`; a few threads may be left over. Of short rows, which make few slices of whole lines of memory,

@@ -11,7 +11,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from test_cuda_runtime import LENGTHS, rows_of
+from test_cuda_runtime import LENGTHS, SHARED, rows_of
 from test_promises import concurrent_cases, containment_cases
 
 from cupynorm.cuda import config, module
@@ -407,7 +407,9 @@ def test_no_warp_reads_single_columns_that_are_not_there(device, x, dy):
 def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
     """By whole clusters, or blocks, that run beside the walkers, none idle, with room for what their threads add up."""
     found = 0
-    for columns, rows, gap, norm in product(COLUMNS, (1, 2, 60, 500), (0, 16), ("rmsnorm", "layernorm")):
+    shared = 0
+    rows_and_columns = [*product(COLUMNS, (1, 2, 60, 500)), *product((n for n in COLUMNS if n < 4000), (2000, 9000))]
+    for (columns, rows), gap, norm in product(rows_and_columns, (0, 16), ("rmsnorm", "layernorm")):
         problem = backward(columns, x, dy, rows=rows, norm=norm)
         problem = replace(problem, want_dx=want_dx, x_row_stride=columns + gap)
         chosen = config.backward_config(problem, aligned, device)
@@ -433,6 +435,7 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
             assert 1 <= column_threads <= chosen.threads
             slices = -(-columns // (column_threads * width))
             if grid.row_parts > 1:
+                shared += 1
                 assert grid.column_blocks == slices * grid.row_parts
                 assert slices <= config.common.STEP_COUNTERS * 32, "a counter for each"
             assert slices * grid.row_parts > grid.column_blocks - chosen.cluster, "a cluster of blocks without a column"
@@ -450,7 +453,7 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
             if want_dx:
                 limits = (blocks.COLUMN_BLOCK_ROWS if usual else blocks.COLUMN_BLOCK_ROWS_ELSE)[slow][with_db]
             if usual and chosen.groups == 1 and slow:
-                limits = (rows,) * 3
+                limits = (float("inf"),) * 3
             few = usual and grid.row_parts == 1 and sectors > 2 and chosen.groups > 1
             if few and grid.column_blocks <= blocks.FEW_COLUMN_BLOCKS:
                 limits = (blocks.FEW_COLUMN_BLOCKS_ROWS[slow][with_db],) * 3
@@ -466,6 +469,27 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
             row_threads = chosen.threads // column_threads
             assert row_threads * numbers * config.common.compute_itemsize(x) <= chosen.shared_bytes
     assert bool(found) == device.has_clusters
+    usual = aligned and want_dx and DTYPES[x].itemsize == DTYPES[dy].itemsize == 2
+    assert bool(shared) == (device.has_clusters and usual)
+
+
+@pytest.mark.parametrize("name", ["sm_90", "sm_90_slow"])
+def test_the_gpu_tests_have_blocks_that_share_rows(name):
+    """test_blocks_that_share_rows of test_cuda_runtime.py."""
+    for (rows, columns), norm in product(SHARED, ("rmsnorm", "layernorm")):
+        problem = backward(columns, "bfloat16", "bfloat16", rows=rows, norm=norm)
+        chosen = config.backward_config(problem, True, DEVICES[name])
+        found = config.grid(chosen, problem, 264 if columns <= 512 else 132, DEVICES[name])
+        assert found.row_parts > 1, (rows, columns, norm)
+
+
+def test_where_memory_is_slow_rows_with_more_slices_than_blocks_have_column_blocks():
+    """A block of these takes one slice after the other."""
+    for rows, columns, slabs in ((15, 262144, 33), (1, 262144, 33), (3, 163840, 22), (60, 65536, 8)):
+        problem = backward(columns, "bfloat16", "bfloat16", rows=rows)
+        chosen = config.backward_config(problem, True, DEVICES["sm_90_slow"])
+        found = config.grid(chosen, problem, 132 // chosen.slabs, DEVICES["sm_90_slow"])
+        assert (chosen.slabs, found.column_blocks > 0) in ((slabs, True), (32, True), (20, True)), (columns, found)
 
 
 def shape_of(chosen, grid):

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.gpu
 
 # Lengths on each route: several rows a block, one row a block, a row over several blocks, the longest.
 LENGTHS = (100, 1024, 8192, 20000, 262144)
+SHARED = ((9000, 128), (4069, 512), (4069, 1024))  # rows and columns; test_config.py asks
 
 
 def rows_of(columns: int, many: bool) -> int:
@@ -426,7 +427,7 @@ def test_work_follows_the_current_stream(cupy: Any) -> None:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize(("rows", "columns"), [(9000, 128), (4069, 512), (4069, 1024)])
+@pytest.mark.parametrize(("rows", "columns"), SHARED)
 def test_blocks_that_share_rows(cupy: Any, norm: str, rows: int, columns: int) -> None:
     """They count who is done: at the same time on two streams, in a graph, and while other work holds all but a few
     multiprocessors; the counters are zero again, and the bits the same."""

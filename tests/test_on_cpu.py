@@ -178,11 +178,37 @@ def test_slices_of_any_width(
     check_backward(case, tensors, run(device, results, "backward_staged"))
 
 
+@pytest.mark.parametrize("w", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "gap"), [(2000, 128, 0), (2000, 128, 8), (3600, 392, 0), (3600, 392, 8), (1450, 1024, 0)]
+)
+@pytest.mark.parametrize("norm", NORMS)
+def test_blocks_that_share_rows(device: KernelsOnCpu, norm: str, rows: int, columns: int, gap: int, w: str) -> None:
+    """With all masks, in turn; counters are zero afterwards, and dx has the same bits."""
+    case = case_of(norm, rows, columns, "bfloat16", "", w)
+    tensors = make_case(np, case)
+    placed = on_device(device, tensors, gap)
+    masks = [(True, True), (True, False), (True, True)]
+    if case.has_bias:
+        masks = [(True, True, True), (True, False, True), (True, True, False), (True, True, True)]
+    first: tuple[Any, ...] = ()
+    for mask in masks:
+        results = backward(norm, placed, has_bias=case.has_bias, output_mask=mask)
+        named = device.launched[-1].named()
+        assert (named.row_parts > 1) == any(mask[1:])
+        ran = run(device, results, "backward_staged")
+        if named.row_parts > 1:
+            assert not np.ctypeslib.as_array(
+                (ctypes.c_ubyte * config.STEP_COUNTERS_BYTES).from_address(named.meeting)
+            ).any()
+        first = first or ran
+        assert_same_bits(ran[:1], first[:1])
+        check_backward(case, tensors, tuple(b if a is None else a for a, b in zip(ran, first, strict=True)))
+
+
 def walkers_sum_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little data there is."""
-    none = dict.fromkeys((False, True), dict.fromkeys(NORMS, (0, 0)))
-    monkeypatch.setattr("cupynorm.cuda.config.column_blocks.COLUMN_BLOCKS_BYTES", 0)
-    monkeypatch.setattr("cupynorm.cuda.config.column_blocks.COLUMN_BLOCKS_BYTES_ELSE", none)
+    monkeypatch.setattr("cupynorm.cuda.config.column_blocks._most_bytes", lambda *_: 0)
 
 
 @pytest.mark.parametrize(

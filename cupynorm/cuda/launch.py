@@ -230,7 +230,7 @@ class _Workspace:
 
     A last part, of `beside` bytes, is no argument of the main kernel; it lies `self.beside` bytes from the start.
 
-    The counters are those of steps (counters.cuh) or a Meeting (reduction.cuh), which begins with them. What gangs
+    The counters are those of counters.cuh or a Meeting (reduction.cuh), which begins with them. What gangs
     exchange (gang.cuh) takes the place of the last of the sizes. Both are zero at first.
 
     A stream's launches follow one another, so its calls use the same memory, which is kept from call to call. A graph,

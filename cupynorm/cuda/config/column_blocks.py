@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ...problem import NormProblem
@@ -17,6 +18,7 @@ from .common import (
     kernels_sum_db,
     name_of,
     takes_few_rows,
+    vector_width,
 )
 
 # Where x, dy and dx take at most so many bytes, and column blocks (column_blocks.cuh) at most so many rows for each of
@@ -95,8 +97,8 @@ MOST_AIMED_OF_SEVERAL, NARROW_SLICE, BROKEN_LINES = 46, 1.3, 1.2
 # Where memory is slow, without db: with 24 columns a thread so many, with more data and with 40 columns at most so many
 # (an H100: 6144, 37 MB, with 48 blocks 5% more than with 64, 25 MB 9% less; 10240, 50 MB, with 40 5% more than with
 # 54); in clusters of four others yet (32768, 50 MB, with 44 and 52 7% apart, LayerNorm with 64 and 52 7%).
-SLOW_MOST_AIMED = {(24, False): 48, (24, True): 64, (40, False): 54, (40, True): 54}
-SLOW_MANY_BYTES, SLOW_MOST_AIMED_OF_FOUR = 28 << 20, {False: 52, True: 56}
+SLOW_AIMED_24, SLOW_MANY_BYTES, SLOW_MOST_AIMED_40 = {False: 48, True: 64}, 28 << 20, 54
+SLOW_MOST_AIMED_OF_FOUR = {False: 52, True: 56}
 # Short rows make few slices of whole lines of memory, and narrow ones touch a line several times: several blocks share
 # a slice's rows, where a thread of narrow slices would have more rows than these, by the sectors that such are wide. An
 # H100, from a scan of 17 lengths and eight sizes, 3 to 43 MB. Where a multiprocessor has several blocks (up to 768
@@ -108,7 +110,10 @@ SLOW_MANY_BYTES, SLOW_MOST_AIMED_OF_FOUR = 28 << 20, {False: 52, True: 56}
 # an H100 with 92 multiprocessors (8.4 MB, 128 12.8 → 11.0, LayerNorm 640 12.8 → 11.7; 17 MB, 896 16.5 → 14.5).
 SHARED_LEAST_ROWS = (10.5, 22, 50)
 SHARED_SHORT_COLUMNS, SHARED_MEDIUM_COLUMNS, SHARED_MOST_COLUMNS = 768, 1280, 3072
-SHARED_SHORT_BYTES = {False: {False: 29 << 20, True: 32 << 20}, True: {False: 21 << 20, True: 27 << 20}}
+SHARED_SHORT_BYTES = {
+    False: (29 << 20, 32 << 20),
+    True: (21 << 20, 27 << 20),
+}  # with db up to the second, by more blocks
 SHARED_SHORT_FEW_BYTES, SHARED_SHORTEST_COLUMNS = 9 << 19, 128
 SHARED_SHORT_BLOCKS, SHARED_SHORT_BLOCKS_MORE = {False: 48, True: 96}, 128
 SHARED_MEDIUM_BLOCKS = {False: 60, True: 64}
@@ -188,18 +193,17 @@ def has_column_blocks(config: BackwardConfig, problem: NormProblem, device: Devi
     return column_blocks_grid(config, problem, blocks_at_once, device) is not None
 
 
-def _is_usual(config: BackwardConfig, problem: NormProblem) -> bool:
-    """What most was timed of: 16-bit types, on 16 bytes, in small clusters or none."""
+def _is_usual(config: BackwardConfig, problem: NormProblem, most_slabs: int = 4) -> bool:
+    """What most was timed of: 16-bit types, on 16 bytes, in small clusters or none, not in gangs."""
     two_bytes = problem.x_dtype.itemsize == 2 == ITEMSIZE[name_of(problem.dy_dtype)]
-    return two_bytes and "VECTOR=1" in config.definitions and config.slabs <= 4
+    return two_bytes and "VECTOR=1" in config.definitions and config.slabs <= most_slabs and not config.gang
 
 
 def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) -> int:
     slow, sums_db, alone = device.has_slow_memory, kernels_sum_db(problem), config.groups == 1
     timed = problem.norm == "rmsnorm" or sums_db
     if not timed or not _is_usual(config, problem):
-        eight = timed and problem.want_dx and slow and _is_usual(config._replace(slabs=4), problem)
-        if eight and config.slabs == 8 and not config.gang:
+        if timed and problem.want_dx and slow and config.slabs == 8 and _is_usual(config, problem, most_slabs=8):
             return SLOW_CLUSTERS_BYTES[sums_db]
         return COLUMN_BLOCKS_BYTES_ELSE[slow][problem.norm][sums_db]
     if problem.columns <= SHARED_MEDIUM_COLUMNS or not problem.want_dx:
@@ -235,9 +239,10 @@ def _shared_column_blocks(
         return _ColumnBlocks(slices * parts, threads, parts, rows, lines * LINE_BYTES // SECTOR_BYTES)
 
     if blocks_at_once > device.multiprocessors:
-        if data <= SHARED_SHORT_BYTES[slow][False]:
+        most_bytes, most_with_db = SHARED_SHORT_BYTES[slow]
+        if data <= most_bytes:
             return of(1, SHARED_SHORT_BLOCKS[data > SHARED_SHORT_FEW_BYTES], powers=True)
-        more = data <= SHARED_SHORT_BYTES[slow][sums_db] and columns > SHARED_SHORTEST_COLUMNS
+        more = sums_db and data <= most_with_db and columns > SHARED_SHORTEST_COLUMNS
         return of(1, SHARED_SHORT_BLOCKS_MORE) if more else None
     if columns <= SHARED_SHORT_COLUMNS:
         return None
@@ -262,9 +267,10 @@ def _aimed_column_blocks(config: BackwardConfig, problem: NormProblem, together:
     least, more, most = AIMED_COLUMN_BLOCKS[slow][sums_db]
     if slow and config.slabs == 4:
         most = SLOW_MOST_AIMED_OF_FOUR[sums_db]
+    elif slow and not sums_db and config.per_thread == 24:
+        least = most = SLOW_AIMED_24[data > SLOW_MANY_BYTES]
     elif slow and not sums_db:
-        most = SLOW_MOST_AIMED.get((config.per_thread, data > SLOW_MANY_BYTES), most)
-        least = most if config.per_thread == 24 else least
+        most = SLOW_MOST_AIMED_40 if config.per_thread == 40 else most
     elif slow and config.per_thread == 40 and together == 1 and data > SLOW_WIDE_BYTES:
         least = most = SLOW_WIDE_COLUMN_BLOCKS
     most = min(most, MOST_AIMED_OF_SEVERAL) if together > 1 else most
@@ -274,8 +280,7 @@ def _aimed_column_blocks(config: BackwardConfig, problem: NormProblem, together:
 def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, aim: int = 0) -> _ColumnBlocks:
     """At most so many, of slices of a power of two of sectors; of others, too, if there are to be about `aim`."""
     x, dy = problem.x_dtype.itemsize, ITEMSIZE[name_of(problem.dy_dtype)]
-    itemsize = min(x, dy)
-    vector = 16 // itemsize if "VECTOR=1" in config.definitions else 1
+    itemsize, vector = min(x, dy), _vector(config, problem)
     sector_threads = SECTOR_BYTES // (itemsize * vector)
 
     def slices(column_threads: int) -> int:
@@ -307,15 +312,15 @@ def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, aim:
     )
 
 
-def _most_rows(found: _ColumnBlocks, config: BackwardConfig, problem: NormProblem, device: Device) -> int:
+def _most_rows(found: _ColumnBlocks, config: BackwardConfig, problem: NormProblem, device: Device) -> float:
     """Of a thread of these."""
     width = min(found.sectors, 3) - 1
     if not problem.want_dx:
         return COLUMN_BLOCK_ROWS_ALONE[width]
     sums_db, slow = kernels_sum_db(problem), device.has_slow_memory
     steep = width == 2 and config.groups > 1
-    if config.groups == 1 and slow and _is_usual(config._replace(slabs=4), problem):
-        return problem.rows  # by bytes alone
+    if config.groups == 1 and slow and _is_usual(config, problem, most_slabs=8):
+        return math.inf  # by bytes alone
     if found.parts > 1:
         return COLUMN_BLOCK_ROWS[slow][sums_db][width]
     if _is_usual(config, problem):
@@ -332,9 +337,13 @@ def column_parts_bytes(
     """Of what column blocks that share a slice's rows found."""
     if row_parts == 1:
         return 0
-    itemsize = min(problem.x_dtype.itemsize, ITEMSIZE[name_of(problem.dy_dtype)])
-    columns = column_threads * (16 // itemsize if "VECTOR=1" in config.definitions else 1)
-    return column_blocks * columns * (2 if problem.want_dw and problem.want_db else 1) * 8
+    entries = column_threads * _vector(config, problem) * (2 if problem.want_dw and problem.want_db else 1)
+    return 8 * column_blocks * entries
+
+
+def _vector(config: BackwardConfig, problem: NormProblem) -> int:
+    """Columns that a column block's thread has side by side: kWideVector of backward.cuh."""
+    return vector_width(problem.x_dtype.name, name_of(problem.dy_dtype)) if "VECTOR=1" in config.definitions else 1
 
 
 def _counts_as_rows(x_itemsize: int, dy_itemsize: int) -> float:
