@@ -61,34 +61,7 @@ SPILLS_OF_SINGLE_COLUMNS = (
     (1, "bfloat16", "float32", 12),
     (1, "bfloat16", "float64", 28),
 )
-# Rows of a warp or less in vectors, 9.0, where a thread has 128 registers: types of x and dy, bytes.
-SPILLS_OF_COLUMN_BLOCKS = (
-    ("float16", "float16", 8),
-    ("float16", "bfloat16", 8),
-    ("float16", "float64", 16),
-    ("bfloat16", "float64", 16),
-)
 ALLOWED_SPILLS = (
-    *(
-        Allowed(
-            "backward_staged",
-            "sm_90",
-            (
-                "LAYER_NORM=1",
-                f"X_TYPE={x}",
-                f"DY_TYPE={dy}",
-                "WANT_DB=1",
-                "VECTOR=1",
-                "COLUMNS_PER_THREAD=16",
-                "CLUSTER=1",
-                "DX_ALONE=1",
-            ),
-            most,
-            "By the disassembly: one register, with dy of float64 four, of column blocks, set before the first slice "
-            "of columns and read once a slice, before its rows.",
-        )
-        for x, dy, most in SPILLS_OF_COLUMN_BLOCKS
-    ),
     *(
         Allowed(
             "backward_staged",
