@@ -483,13 +483,18 @@ def test_the_gpu_tests_have_blocks_that_share_rows(name):
         assert found.row_parts > 1, (rows, columns, norm)
 
 
-def test_where_memory_is_slow_rows_with_more_slices_than_blocks_have_column_blocks():
-    """A block of these takes one slice after the other."""
-    for rows, columns, slabs in ((15, 262144, 33), (1, 262144, 33), (3, 163840, 22), (60, 65536, 8)):
-        problem = backward(columns, "bfloat16", "bfloat16", rows=rows)
-        chosen = config.backward_config(problem, True, DEVICES["sm_90_slow"])
-        found = config.grid(chosen, problem, 132 // chosen.slabs, DEVICES["sm_90_slow"])
-        assert (chosen.slabs, found.column_blocks > 0) in ((slabs, True), (32, True), (20, True)), (columns, found)
+@pytest.mark.parametrize("name", ["sm_90", "sm_90_slow"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "cluster", "column_blocks", "slices"),
+    [(15, 262144, 32, 64, 128), (1, 262144, 32, 96, 128), (3, 163840, 20, 80, 80), (60, 65536, 8, 64, 64)],
+)
+def test_the_longest_rows_have_column_blocks(name, rows, columns, cluster, column_blocks, slices):
+    """Also where there are more slices than blocks: a block of these takes one after the other."""
+    problem = backward(columns, "bfloat16", "bfloat16", rows=rows)
+    chosen = config.backward_config(problem, True, DEVICES[name])
+    found = config.grid(chosen, problem, 132 // chosen.slabs, DEVICES[name])
+    assert (chosen.slabs, found.column_blocks) == (cluster, column_blocks)
+    assert columns == slices * found.column_threads * 8, "a thread of these sums eight columns"
 
 
 def shape_of(chosen, grid):
