@@ -3,8 +3,8 @@
     python asv_bench/assembly.py TREE TREE … [--set NAME,…] [--ops OP …] [--only N,…] [--rounds N] [--csv FILE]
 
 A TREE is a commit, or `.` for this checkout, with launch choices behind a colon, and the rows are those of roofline.py,
-as in compare.py; of the rows that have one kernel in every tree, or one pair of kernels that are compiled together, the
-first stands for all. Of each tree: seconds of one core to compile it (of a pair the sum; the least of the rounds; other
+as in compare.py; of the rows that have one kernel in every tree, or the same kernels that are compiled together, the
+first stands for all. Of each tree: seconds of one core to compile it (of several all; the least of the rounds; other
 work on the machine shows in them), the most registers of a thread, bytes that are spilled, loads that hide no latency
 since what comes is moved at once; and of all but the first tree whether the instructions are, one by one, the first
 one's.
@@ -43,7 +43,7 @@ Kernel = tuple[str, tuple[str, ...]]  # source file and definitions
 
 
 class Made(NamedTuple):
-    """What came of one compilation, or of two."""
+    """What came of one compilation, or of several that are made together."""
 
     kernel: str  # file and definitions
     instructions: str  # a hash
@@ -123,7 +123,7 @@ def together(made: Sequence[Made]) -> Made:
 
 
 def kernels_of(row: Row) -> tuple[Kernel, ...]:
-    """What a row's first call compiles: a kernel, or two, of which that of walkers that sum dw and db comes first."""
+    """What a row's first call compiles: of several kernels that of walkers that sum dw and db comes first."""
     from cupynorm import problem
     from cupynorm.cuda import config
 
@@ -140,10 +140,13 @@ def kernels_of(row: Row) -> tuple[Kernel, ...]:
             case.norm, arrays, (None,) * 3, has_bias=layernorm, weight_offset=0.0, output_mask=None, accumulate=False
         )
         backward = config.backward_config(found, row.aligned, device)
-        both = [backward.definitions]
-        if backward.route == "staged" and hasattr(backward, "dx_alone_definitions"):  # older trees have none
-            both.append(backward.dx_alone_definitions)
-        return tuple((f"backward_{backward.route}.cu", definitions) for definitions in both)
+        kernels = [(f"backward_{backward.route}.cu", backward.definitions)]
+        if backward.route == "staged" and hasattr(backward, "dx_alone_definitions"):  # older trees have none,
+            kernels.append(("backward_staged.cu", backward.dx_alone_definitions))
+        few_rows = getattr(config, "few_rows_definitions", lambda _: None)(backward)  # nor this
+        if few_rows:
+            kernels.append(("backward_few_rows.cu", few_rows))
+        return tuple(kernels)
     arrays = {"x": x, "w": w, "b": w if layernorm else None, "residual": None}
     outputs = (None,) * (3 if layernorm else 2)
     found = problem.forward_problem(case.norm, arrays, outputs, eps=1e-5, weight_offset=0.0)

@@ -14,8 +14,7 @@ Copies of this checkout are altered in backward_staged.cu, and each is timed in 
 "dx" is a call that asks for dx alone, by the kernel that adds nothing up; what a whole call takes beyond that is
 the price of dw and db, and of pace where that is kept (from 12 steps a walker on, LayerNorm from 24). "bound" is what
 roofline.py holds a whole call against. Where blocks of their own sum dw and db (little data; column_blocks.cuh), these
-do as always. Few rows (up to two a multiprocessor, of dx alone or beside such blocks) go past the ring, by code where
-nothing is left out: their parts all take as long.
+do as always. Few rows (backward_few_rows.cu) have a kernel in which nothing is left out: their parts all take as long.
 """
 
 from __future__ import annotations

@@ -76,7 +76,6 @@ struct BackwardArguments {
     short lead;             // of Pace, in quarters of a step; 0: no pace is kept
     short step_counters;    // a power of two
     bool read_once;         // x and dy need not stay in the L2 cache
-    bool few_rows;          // no group has more than one, and walkers write dx alone
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 
@@ -115,13 +114,13 @@ struct RowCoefficients {
 };
 
 // w of a thread's columns.
-struct Weights {
-    Compute own[kVectors][kVector];
+template <int kCount = kVectors> struct Weights {
+    Compute own[kCount][kVector];
 
     // Where the thread holds no column, w is 0, so that nothing read there reaches a sum.
-    __device__ void load(const void* first_column, int code, const Columns& at) {
+    template <class At> __device__ void load(const void* first_column, int code, const At& at) {
 #pragma unroll
-        for (int k = 0; k < kVectors; ++k) {
+        for (int k = 0; k < kCount; ++k) {
 #pragma unroll
             for (int v = 0; v < kVector; ++v) own[k][v] = Compute(at.holds(k));
         }
@@ -329,30 +328,37 @@ __device__ inline Attendance publish_columns(const BackwardArguments& a, ColumnS
     return attendance;
 }
 
+// Whether each vector has sums of its own, added to the row's in turn: so a thread may have a single vector, as in
+// backward_few_rows.cu, and the row's sums the same bits. With 40 columns LayerNorm has no register for that.
+constexpr bool kSumsByVector = kVector > 1 && kColumnsPerThread <= 32;
+
 // The first half of a row's work, for one vector: its share of the row's sums and of the columns' sums. Both take the
 // product dy·(x − mean), which saves an operation; it stays far inside the range of float32 unless dy and x both leave it.
-template <bool kRowSums, bool kColumnSums>
+template <bool kRowSums, bool kColumnSums, int kCount>
 __device__ void first_half(Sums<Compute>& row_sums, ColumnSums* column_sums, int k, const XVector& x_packed,
-                           const DyVector& dy_packed, const Weights& weights, const RowStatistics& row) {
+                           const DyVector& dy_packed, const Weights<kCount>& weights, const RowStatistics& row) {
     Compute x[kVector], dy[kVector];
     const Compute(&w)[kVector] = weights.own[k];
     x_packed.unpack(x);
     dy_packed.unpack(dy);
+    Sums<Compute> of_vector = {Compute(0), Compute(0)};
+    Sums<Compute>& sums = kSumsByVector ? of_vector : row_sums;
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
         const Compute product = dy[v] * row.centred(x[v]);
         if constexpr (kRowSums) {
-            row_sums.first = fused(product, w[v], row_sums.first);
-            if constexpr (kLayerNorm) row_sums.second = fused(dy[v], w[v], row_sums.second);
+            sums.first = fused(product, w[v], sums.first);
+            if constexpr (kLayerNorm) sums.second = fused(dy[v], w[v], sums.second);
         }
         if constexpr (kColumnSums) column_sums->add(k, v, product * row.rstd, dy[v]);
     }
+    if constexpr (kRowSums && kSumsByVector) row_sums.add(of_vector);
 }
 
 // The second half, for one vector: dx, where it is to be stored.
-__device__ inline void second_half(X* dx, bool store, int k, const XVector& x_packed, const DyVector& dy_packed,
-                                   const Weights& weights, const RowStatistics& row,
-                                   const RowCoefficients& coefficients) {
+template <int kCount>
+__device__ void second_half(X* dx, bool store, int k, const XVector& x_packed, const DyVector& dy_packed,
+                            const Weights<kCount>& weights, const RowStatistics& row, const RowCoefficients& coefficients) {
     Compute x[kVector], dy[kVector];
     const Compute(&w)[kVector] = weights.own[k];
     x_packed.unpack(x);

@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
     const int group = threadIdx.x / a.group_threads;
     const Columns own(threadIdx.x % a.group_threads, a.group_threads, a.columns);
     ColumnSums column_sums(shared, threadIdx.x, blockDim.x);
-    Weights w;
+    Weights<> w;
     w.load(a.w, a.w_code, own);
 
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);

@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_sums(co
     __shared__ Sums<Compute> warp_sums[2][kThreads / 32];
     const Slab slab(a);
     const Columns own(threadIdx.x, kThreads, slab.columns);
-    Weights w;
+    Weights<> w;
     w.load(column_address(a.w, a.w_code, slab.first_column), a.w_code, own);
 
     int buffer = 0;
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
     const Slab slab(a);
     const Columns own(threadIdx.x, kThreads, slab.columns);
     ColumnSums column_sums(shared, threadIdx.x, kThreads);
-    Weights w;
+    Weights<> w;
     w.load(column_address(a.w, a.w_code, slab.first_column), a.w_code, own);
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
 

@@ -10,9 +10,10 @@
 // together add up in the end (reduction.cuh). Orders of sums: a row over a thread's columns, over its lanes by a butterfly,
 // over its warps and blocks likewise; a column over 16 rows, over these in turn, over the block's groups.
 //
-// With DX_ALONE walkers write dx alone, few rows past the ring. Where there is little data, the last blocks of the grid sum dw and
-// db (column_blocks.cuh), and read x and dy once more. Two kernels, compiled at the same time, so that the first call takes the
-// time of one: NVRTC, two cores, N=4096, 0.67 → 0.51 s, LayerNorm 0.80 → 0.58. A row's dx has the same bits in both.
+// With DX_ALONE walkers write dx alone. Where there is little data, the last blocks of the grid sum dw and db
+// (column_blocks.cuh), and read x and dy once more. Two kernels, compiled at the same time, so that the first call takes the
+// time of one: NVRTC, two cores, N=4096, 0.67 → 0.51 s, LayerNorm 0.80 → 0.58. Few rows have a third (backward_few_rows.cu). A
+// row's dx has the same bits in all.
 //
 // What stands before the first copies is short. By stamps (RMSNorm, N=1024, 25 MB, an H100) the first rows are asked for 1730 cycles
 // after a block starts, of which 760 go by until the first argument is there. What is waited for is asked for in the order in which
@@ -21,7 +22,6 @@
 #include "column_blocks.cuh"
 #include "gang.cuh"
 #include "staged.cuh"
-#include "few_rows.cuh"
 
 #ifndef DX_ALONE
 #define DX_ALONE 0
@@ -162,9 +162,6 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             }
             return;
         }
-        if constexpr (kTakesFewRows) {
-            if (a.few_rows) return write_few_rows(FewRowsArguments(a), &state);
-        }
     }
 
     const BlockColumns block(a, kGang ? row_blocks / unsigned(a.partial_rows) : kCluster);
@@ -188,7 +185,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     wait_for_barriers();
 
     const Columns own(share.thread, a.group_threads, share.columns);
-    Weights w;
+    Weights<> w;
     w_ahead.wait();
     w.load(w_ahead.source, a.w_code, own);
     ring.start_others<kFirstSteps>(walk, x_part, dy_part);

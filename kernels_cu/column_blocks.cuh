@@ -17,22 +17,26 @@ struct ColumnArguments {
     const Dy* dy;
     const Compute *mean, *rstd;
     void *dw, *db;
-    double* part_sums;  // of the block's part, where a slice has several; else null
+    double* part_sums;  // of the slice's first part, where it has several; else null
     int64 x_row_stride, dy_row_stride;
     int rows;  // few, for each thread has few
     int columns, dw_code, row_threads, column_threads, column_blocks;
-    int slice, first_row, row_step;  // the first slice, its first row, and from one of a thread's rows to the next
+    int slice, part;          // the first slice, and which of its parts
+    int first_row, row_step;  // of the block, and from one of a thread's rows to the next
 
     // Where slices have several parts a block has one of these, and no other slice.
-    __device__ ColumnArguments(const BackwardArguments& a, int block)
+    template <class Arguments>
+    __device__ ColumnArguments(const Arguments& a, int block)
         : x(a.x), dy(a.dy), mean(a.mean), rstd(a.rstd), dw(a.dw), db(a.db), part_sums(nullptr), x_row_stride(a.x_row_stride),
           dy_row_stride(a.dy_row_stride), rows(a.rows), columns(a.columns), dw_code(a.dw_code), row_threads(a.row_threads),
-          column_threads(a.column_threads), column_blocks(a.column_blocks), slice(block), first_row(0), row_step(a.row_threads) {
+          column_threads(a.column_threads), column_blocks(a.column_blocks), slice(block), part(0), first_row(0),
+          row_step(a.row_threads) {
         if (a.row_parts == 1) return;
         slice = block / unsigned(a.row_parts);
-        first_row = (block - slice * a.row_parts) * a.row_threads;
+        part = block - slice * a.row_parts;
+        first_row = part * a.row_threads;
         row_step = a.row_parts * a.row_threads;
-        part_sums = static_cast<double*>(a.sums) + block * entries();
+        part_sums = static_cast<double*>(a.sums) + slice * a.row_parts * entries();
     }
     __device__ int width() const { return column_threads * kWideVector; }  // of a slice
     __device__ int entries() const { return kWantDb && dw && db ? 2 * width() : width(); }  // sums of a slice, dw and db together
@@ -178,7 +182,7 @@ private:
                 sum += __shfl_xor_sync(0xffffffffu, sum, distance);
             }
             if (there && (i & (parts - 1)) == 0 && column < a.columns) {
-                if (a.part_sums) a.part_sums[entry] = sum;
+                if (a.part_sums) a.part_sums[a.part * entries + entry] = sum;
                 else a.store(entry, column, sum);
             }
         }
@@ -203,13 +207,12 @@ __device__ __noinline__ void add_parts(ColumnArguments a, unsigned* counter, int
     }
     if (!__syncthreads_or(last)) return;
     const int entries = a.entries();
-    const double* const first = a.part_sums - a.first_row / a.row_threads * entries;  // of the slice's first part
     for (int entry = threadIdx.x; entry < entries; entry += blockDim.x) {
         const int column = a.slice * a.width() + (entry < a.width() ? entry : entry - a.width());
         if (column >= a.columns) continue;
         double sum = 0;
 #pragma unroll 8
-        for (int part = 0; part < parts; ++part) sum += first[part * entries + entry];
+        for (int part = 0; part < parts; ++part) sum += a.part_sums[part * entries + entry];
         a.store(entry, column, sum);
     }
 }

@@ -509,16 +509,6 @@ template <bool kBoth> struct SumExchange {
         return slots + slot * entries;
     }
 
-    // The same in one, for a block that has one step: by all its threads, over their barrier, for which nothing need be made. Not
-    // in clusters.
-    __device__ Sums<Compute> at_once(Sums<Compute> sums, int thread) const {
-        sum_in_warp(sums);
-        if (entries == 1) return sums;
-        if (thread % 32 == 0) slots[thread / 32] = sums;
-        __syncthreads();
-        return sum_entries<kBoth, kMaxWarps>(slots, entries);
-    }
-
     __device__ Sums<Compute> collect(int j, const Sums<Compute>& posted) const {
         if (entries == 1) return posted;
         return sum_entries<kBoth, kMaxWarps * kCluster>(wait(j), entries);

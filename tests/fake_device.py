@@ -30,28 +30,43 @@ class Launched(NamedTuple):
     definitions: tuple[str, ...] = ()
 
     def fields(self) -> tuple[Any, ...]:
-        return struct.unpack(layout_of(self.kernel), self.arguments)
+        return struct.unpack(layout_of(self.kernel, self.definitions), self.arguments)
 
     def named(self) -> SimpleNamespace:
-        """The arguments by their names in backward.cuh or forward.cuh."""
-        names = _names_of_arguments(self.kernel.partition("_")[0])
+        """The arguments by their names in the kernels' sources."""
+        names = _names_of_arguments(*struct_of(self.kernel))
         return SimpleNamespace(**dict(zip(names, self.fields(), strict=True)))
 
 
-def layout_of(kernel: str) -> str:
+def layout_of(kernel: str, definitions: tuple[str, ...]) -> str:
     from cupynorm.cuda import config
 
+    x_type = next((text.partition("=")[2] for text in definitions if text.startswith("X_TYPE=")), "float32")
+    layouts = {
+        "BackwardArguments": config.BACKWARD_ARGUMENTS,
+        "FewRowsArguments": config.FEW_ROWS_ARGUMENTS[config.common.compute_name(x_type)],
+        "ForwardArguments": config.FORWARD_ARGUMENTS,
+        "WideningArguments": config.WIDENING_ARGUMENTS,
+    }
+    return layouts[struct_of(kernel)[1]]
+
+
+def struct_of(kernel: str) -> tuple[str, str]:
+    """The file of kernels_cu/ that has the struct which a kernel takes, and the struct's name."""
+    if kernel == "backward_few_rows":
+        return "backward_few_rows.cu", "FewRowsArguments"
     if kernel == "widen_w":
-        return config.WIDENING_ARGUMENTS
-    return config.BACKWARD_ARGUMENTS if kernel.startswith("backward") else config.FORWARD_ARGUMENTS
+        return "widen_w.cu", "WideningArguments"
+    direction = kernel.partition("_")[0]
+    return f"{direction}.cuh", f"{direction.capitalize()}Arguments"
 
 
 @functools.cache
-def _names_of_arguments(direction: str) -> list[str]:
+def _names_of_arguments(file: str, name: str) -> list[str]:
     from cupynorm.cuda import module
 
-    source = (module.source_directory() / f"{direction}.cuh").read_text(encoding="utf-8")
-    struct = source.partition(f"struct {direction.capitalize()}Arguments {{\n")[2].partition("\n};")[0]
+    source = (module.source_directory() / file).read_text(encoding="utf-8")
+    struct = source.partition(f"struct {name} {{\n")[2].partition("\n};")[0]
     lines = (line.partition("//")[0] for line in struct.partition("\n\n")[0].splitlines())
     return [name for line in lines for name in re.findall(r"(\w+)[,;]", line)]
 
@@ -147,7 +162,7 @@ class FakeDevice:
         *_, stream, pointers, _ = block_shared_stream_pointers
         _, name, definitions = self._kernels[function - 1]
         memory = ctypes.c_void_p.from_address(pointers).value
-        arguments = ctypes.string_at(memory, struct.calcsize(layout_of(name)))
+        arguments = ctypes.string_at(memory, struct.calcsize(layout_of(name, definitions)))
         self.launched.append(Launched(name, (x, y, z), stream, arguments, definitions=definitions))
 
     def _launch_cooperative(self, function: int, *others: int) -> None:

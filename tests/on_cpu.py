@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import FakeDevice
+from fake_device import FakeDevice, struct_of
 
 HERE = Path(__file__).with_name("on_cpu")
 COMPILER = shutil.which("g++")
@@ -77,11 +77,17 @@ class KernelsOnCpu(FakeDevice):
         self.functions: list[int] = []  # of each launch so far
         self._alive: list[Any] = []  # arrays made since the kernels ran last, which run later than a device's would
         self._bounds: deque[tuple[int, int]] = deque(maxlen=64)  # of the arrays made last
+        self._workspaces: deque[tuple[int, int]] = deque(maxlen=64)  # of the memory that calls keep for the next
 
     def array(self, *arguments: Any, **options: Any) -> Any:
         self._alive.append(super().array(*arguments, **options))
         self._bounds.append(ends_of(self._alive[-1]))
         return self._alive[-1]
+
+    def _allocate(self, allocator: str, size: int) -> Any:
+        memory = super()._allocate(allocator, size)
+        self._workspaces.append(self._bounds.pop())
+        return memory
 
     def ends_with(self, view: Any) -> None:
         """What lies in the array made last, but behind this view of it, is not to be read."""
@@ -100,9 +106,10 @@ class KernelsOnCpu(FakeDevice):
             threads, shared_bytes = self._shapes[function]
             arguments = ctypes.create_string_buffer(launched.arguments, len(launched.arguments))
             library = self._library(file, name, definitions)
-            bounds = (ctypes.c_ulonglong * (2 * len(self._bounds)))(*chain.from_iterable(self._bounds))
+            arrays = [*self._bounds, *self._workspaces]
+            bounds = (ctypes.c_ulonglong * (2 * len(arrays)))(*chain.from_iterable(arrays))
             if hasattr(library, "know_arrays"):  # a kernel that copies in bulk
-                library.know_arrays(bounds, len(self._bounds))
+                library.know_arrays(bounds, len(arrays))
             library.run(arguments, *launched.grid[:2], threads, shared_bytes)
             ran.append(" ".join((name, *definitions)))
         self.launched.clear()
@@ -113,8 +120,7 @@ class KernelsOnCpu(FakeDevice):
     def _library(self, *kernel: Any) -> Any:
         if kernel not in self._compiled:
             file, name, definitions = kernel
-            structs = {"backward": "BackwardArguments", "forward": "ForwardArguments", "widen": "WideningArguments"}
-            struct = structs[name.partition("_")[0]]
+            struct = struct_of(name)[1]
             lines = ["#define BLOCKS_AT_ONCE"] if "GANG=1" in definitions else []
             lines += ['#include "cuda.h"', *(f"#define {text.replace('=', ' ', 1)}" for text in definitions)]
             lines += [as_cpp(source(file, set()))]

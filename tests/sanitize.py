@@ -21,14 +21,15 @@ from cupynorm.cuda.config import column_blocks
 # Parts of a warp, one warp, several, blocks of several teams, clusters of 2 to 16; off 16 bytes where N is odd. With
 # little data blocks of their own sum dw and db, two of them on a multiprocessor at 400x3072 of float32 and 150x10240 of
 # bfloat16, with slices of any width at 1017x4096, 407x10240 and 127x32768, several for a slice from 9000x128 on; the
-# fewest rows, to 7x4096 and 40x896, go past the ring.
+# few rows, 300x128 the most, one row and 90x896, have a kernel of their own.
 SHAPES = (
     (40, 128), (300, 128), (20, 256), (9, 512), (9, 1001), (40, 1024), (7, 4096), (5, 5120), (5, 4095), (6, 8192),
     (6, 16384), (6, 20480), (4, 16385), (4, 65536), (3, 131072), (3, 262144), (400, 3072), (150, 10240),
     (70, 33), (40, 129), (30, 300), (20, 350), (20, 513), (9, 700), (9, 850), (9, 1100), (5, 6001), (6, 12289),
     (900, 601),
     (1017, 4096), (407, 10240), (127, 32768), (9000, 128), (4069, 384), (4069, 512), (4069, 1024), (2500, 3072),
-    (40, 896), (7, 3328), (4, 40960), (3, 81920), (3, 163840), (3, 196608),
+    (1, 128), (1, 1024), (1, 4096), (1, 7168), (8, 8192), (64, 2048), (90, 896), (7, 3328), (4, 40960),
+    (3, 81920), (3, 163840), (3, 196608),
 )  # fmt: skip
 # Without such blocks: those that walk along the rows meet. The forward pass draws steps of 51000x1024 to 300000x128, at
 # least, on a device of 132 multiprocessors; in these, 3200x7168 and the last two, walkers of both norms keep pace:

@@ -419,11 +419,9 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
             grid = config.grid(chosen, problem, at_once, device)
             if not grid.column_blocks:
                 assert shape_of(chosen, grid) == (config.walkers.partial_rows(chosen, problem, at_once, device), 0, 0)
-                assert not grid.few_rows
                 continue
             found += 1
             assert chosen.route == "staged"
-            assert not grid.few_rows or grid.walkers * chosen.groups >= rows
             assert grid.column_blocks % chosen.cluster == 0
             if want_dx:
                 assert 1 <= grid.walkers <= -(-rows // chosen.groups)
@@ -601,38 +599,112 @@ def test_column_blocks_without_dx_or_db(rows, columns, at_once, want_dx, expecte
     assert shape_of(chosen, config.grid(chosen, problem, at_once, DEVICES["sm_90"])) == expected
 
 
-def test_one_row_has_column_blocks_where_that_is_short_or_its_sums_are_narrowed():
-    """Past the ring, or where dw has another type than its sums, or with many columns."""
-    for columns, w, aligned, expected in (
-        (1024, "float32", True, 64),
-        (128, "bfloat16", True, 8),
-        (4096, "float32", True, 64),
-        (1280, "float32", True, 0),  # 40 columns a thread
-        (1280, "bfloat16", True, 40),
-        (1024, "float32", False, 0),
-        (1024, "bfloat16", False, 64),
-        (4096, "float32", False, 64),
+def test_one_row_has_column_blocks_where_its_sums_are_narrowed_or_it_is_long():
+    """Where it has no kernel of its own; without dx in any case."""
+    for columns, w, aligned, want_dx, expected in (
+        (1280, "float32", True, True, 0),  # 40 columns a thread
+        (1280, "float32", True, False, 80),
+        (1280, "bfloat16", True, True, 40),
+        (1024, "float32", False, True, 0),
+        (1024, "bfloat16", False, True, 64),
+        (4096, "float32", False, True, 64),
+        (16384, "float32", True, True, 64),
     ):
-        problem = replace(backward(columns, "bfloat16", "bfloat16", rows=1), w_dtype=DTYPES[w])
+        problem = replace(
+            backward(columns, "bfloat16", "bfloat16", rows=1), w_dtype=DTYPES[w], want_dx=want_dx, want_db=want_dx
+        )
         chosen = config.backward_config(problem, aligned, DEVICES["sm_90"])
-        found = config.grid(chosen, problem, 132, DEVICES["sm_90"])
+        assert config.few_rows_blocks(chosen, problem, True, DEVICES["sm_90"]) is None
+        found = config.grid(chosen, problem, 132 // chosen.slabs, DEVICES["sm_90"])
         assert found.column_blocks == expected, (columns, w, aligned)
-        assert found.few_rows == (aligned and columns != 1280)
 
 
-def test_few_rows_are_where_the_kernel_takes_them(device):
-    source = (module.source_directory() / "few_rows.cuh").read_text(encoding="utf-8")
-    assert "kTakesFewRows = kVector > 1 && kColumnsPerThread <= 32 && !kSplitsRows;" in source
-    for columns, x, aligned in product(COLUMNS, DTYPES, (True, False)):
-        problem = replace(backward(columns, x, x, rows=2), want_dw=False, want_db=False)
-        chosen = config.backward_config(problem, aligned, device)
-        few = config.grid(chosen, problem, device.multiprocessors, device).few_rows
-        if chosen.route != "staged":
-            assert not few
+@pytest.mark.parametrize(("x", "dy"), [*((x, x) for x in DTYPES), ("float64", "bfloat16"), ("float32", "float16")])
+def test_few_rows_fit_their_blocks(device, x, dy):
+    """Each block's rows and columns are there, in memory that it may have, and all blocks run at the same time."""
+    found = 0
+    source = (module.source_directory() / "backward_few_rows.cu").read_text(encoding="utf-8")
+    assert f"kMostThreads = {config.few_rows.FEW_ROWS_MOST_THREADS};" in source
+    assert f"kSumVectors = {config.few_rows.FEW_ROWS_SUM_VECTORS};" in source
+    least_gap = 16 // min(DTYPES[x].itemsize, DTYPES[dy].itemsize)
+    for columns, rows, norm, gap in product(COLUMNS, (1, 2, 60, 250, 1000), ("rmsnorm", "layernorm"), (0, least_gap)):
+        problem = replace(backward(columns, x, dy, rows=rows, norm=norm), x_row_stride=columns + gap)
+        chosen = config.backward_config(problem, True, device)
+        few = config.few_rows_blocks(chosen, problem, True, device)
+        definitions = config.few_rows_definitions(chosen)
+        if few is None:
             continue
-        split = defined(chosen, "CLUSTER") > 1 or "GANG=1" in chosen.definitions
-        takes = defined(chosen, "VECTOR") and chosen.per_thread <= 32 and not split
-        assert few == takes, (columns, x, aligned)
+        found += 1
+        assert ("backward_few_rows.cu", definitions) in compiled_for(device)
+        assert not {"PACED=1", "ROW_GAPS=1", "SHORT_ROWS=1", "GANG=1"} & set(definitions)
+        (own,) = (int(text.partition("=")[2]) for text in definitions if text.startswith("VECTORS_A_THREAD="))
+        wide = config.common.vector_width(x, dy)
+        vector = wide if chosen.per_thread % wide == 0 else wide // 2
+        of_row = chosen.group_threads * chosen.per_thread // vector // own  # threads
+        assert few.threads % 32 == 0
+        assert few.block_rows * of_row <= few.threads <= 512
+        assert own == 1 or few.threads == of_row
+        assert own * of_row * vector >= columns
+        assert (few.row_blocks - 1) * few.block_rows < rows <= few.row_blocks * few.block_rows
+        assert few.row_blocks + few.column_blocks <= device.multiprocessors * (512 // few.threads)
+        entry = config.common.compute_itemsize(x)
+        room = 2 * entry * own * -(-few.threads // of_row) * of_row
+        if rows == 1 and x != "float64":  # whose w, of float32, is a third type
+            assert (few.column_threads, few.row_threads) == (0, 0)
+            assert few.threads >= 128
+            assert 0 <= few.column_blocks * 128 * vector - columns < 128 * vector
+        else:
+            width = few.column_threads * wide
+            assert 0 <= few.column_blocks * width - columns < width
+            assert few.column_blocks <= 64
+            assert width * min(DTYPES[x].itemsize, DTYPES[dy].itemsize) % 32 == 0
+            assert 8 * few.row_threads >= rows
+            room = max(room, few.row_threads * (entry * width * (1 + problem.want_db) + 16))
+        assert room <= few.shared_bytes <= device.shared_bytes - config.backward.STATIC_SHARED_BYTES
+    assert (found > 0) == device.has_clusters
+
+
+@pytest.mark.parametrize(
+    ("norm", "rows", "columns", "x", "expected"),
+    [
+        # threads, rows of a block, blocks with rows, column blocks, threads of these side by side
+        ("rmsnorm", 1, 128, "bfloat16", (128, 1, 1, 1, 0)),
+        ("layernorm", 1, 8192, "bfloat16", (512, 1, 1, 8, 0)),
+        ("rmsnorm", 64, 128, "bfloat16", (128, 8, 8, 8, 2)),
+        ("rmsnorm", 512, 128, "bfloat16", (128, 8, 64, 8, 2)),
+        ("rmsnorm", 513, 128, "bfloat16", (256, 16, 33, 8, 2)),
+        ("rmsnorm", 1024, 128, "bfloat16", (256, 16, 64, 8, 2)),
+        ("rmsnorm", 1025, 128, "bfloat16", None),
+        ("layernorm", 264, 512, "float16", (128, 2, 132, 32, 2)),
+        ("layernorm", 464, 1024, "bfloat16", (128, 1, 464, 64, 2)),
+        ("layernorm", 465, 1024, "bfloat16", None),
+        ("layernorm", 64, 4096, "bfloat16", (512, 1, 64, 64, 8)),
+        ("layernorm", 69, 4096, "bfloat16", None),
+        ("layernorm", 34, 8192, "bfloat16", (512, 1, 34, 64, 16)),  # two vectors a thread
+        ("layernorm", 35, 8192, "bfloat16", None),
+        ("layernorm", 19, 7168, "bfloat16", (448, 1, 19, 56, 16)),  # four, of half as many columns
+        ("rmsnorm", 8, 5120, "bfloat16", None),  # 40 columns a thread
+        ("rmsnorm", 8, 16384, "bfloat16", None),
+        ("rmsnorm", 68, 2048, "float32", (512, 1, 68, 64, 8)),
+        ("rmsnorm", 68, 1024, "float64", (512, 1, 68, 64, 8)),
+    ],
+)
+def test_few_rows_on_an_h200(norm, rows, columns, x, expected):
+    problem = backward(columns, x, x, rows=rows, norm=norm)
+    for name in ("sm_90", "sm_90_slow"):
+        few = config.few_rows_blocks(config.backward_config(problem, True, DEVICES[name]), problem, True, DEVICES[name])
+        found = few and (few.threads, few.block_rows, few.row_blocks, few.column_blocks, few.column_threads)
+        assert found == expected
+
+
+def test_few_rows_need_dx_and_vectors(device):
+    for columns, change in product((128, 1024), ({"want_dx": False}, {"want_dw": False, "want_db": False}, {})):
+        problem = replace(backward(columns, "float16", "float16", rows=9), **change)
+        for aligned in (False, True):
+            chosen = config.backward_config(problem, aligned, device)
+            few = config.few_rows_blocks(chosen, problem, True, device)
+            assert (few is not None) == (aligned and problem.want_dx and device.has_clusters)
+            assert few is None or (few.column_blocks > 0) == problem.want_dw
 
 
 def test_w_of_a_third_type_has_its_kernels_among_the_variants(device):

@@ -103,6 +103,24 @@ def test_backward(xp: Any, case: Case) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in grid("cupy") if 0 < case.rows < 1000], ids=str)
+def test_few_rows_by_walkers(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """What few rows take where they have no kernel of their own; dx has the same bits."""
+    cupy = pytest.importorskip("cupy")
+    from cupynorm import dispatch
+    from cupynorm.cuda import config
+
+    tensors = make_case(cupy, case)
+    dx = backward(case.norm, tensors, has_bias=case.has_bias)[0]
+    monkeypatch.setattr(config, "few_rows_blocks", lambda *_: None)
+    dispatch.plan_of.cache_clear()
+    results = backward(case.norm, tensors, has_bias=case.has_bias)
+    dispatch.plan_of.cache_clear()
+    check_backward(case, tensors, results)
+    assert_same_bits((dx,), results[:1])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
     ("rows", "columns"),

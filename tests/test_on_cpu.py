@@ -67,11 +67,11 @@ def on_device(device: KernelsOnCpu, tensors: Tensors, gap: int = 0) -> Tensors:
     return Tensors(**{name: put(name, array) for name, array in vars(tensors).items()})
 
 
-def run(device: KernelsOnCpu, results: tuple[Any, ...], kernel: str) -> tuple[Any, ...]:
-    """The results, once the kernels that were launched have run, which must be of this name."""
+def run(device: KernelsOnCpu, results: tuple[Any, ...], *kernels: str) -> tuple[Any, ...]:
+    """The results, once the kernels that were launched have run, each of which must have one of these names."""
     ran = device.run()
-    assert all(name.startswith((kernel, "widen_w")) for name in ran), ran
-    assert any(name.startswith(kernel) for name in ran)
+    assert all(name.startswith((*kernels, "widen_w")) for name in ran), ran
+    assert any(name.startswith(kernels) for name in ran)
     return tuple(None if array is None else values(array).copy() for array in results)
 
 
@@ -83,12 +83,13 @@ def check_both(device: KernelsOnCpu, case: Case, kernels: tuple[str, str], gap: 
     tensors = make_case(np, case)
     placed = on_device(device, tensors, gap)
     results = backward(case.norm, placed, has_bias=case.has_bias)
-    check_backward(case, tensors, run(device, results, kernels[0]))
+    check_backward(case, tensors, run(device, results, kernels[0], "backward_few_rows"))
     if case.x == case.dy:
         check_forward(case, tensors, run(device, forward(case.norm, placed), kernels[1]))
 
 
 STAGED = ("backward_staged", "forward_staged")
+BACKWARD = ("backward_staged", "backward_few_rows")
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -137,8 +138,77 @@ STAGED = ("backward_staged", "forward_staged")
 def test_few_rows(
     device: KernelsOnCpu, norm: str, rows: int, columns: int, types: tuple[str, str, str | None], gap: int
 ) -> None:
-    """Past the ring, or one or two steps of each walker; dw and db by column blocks, or by walkers that meet."""
+    """By their own kernel, or one or two steps of each walker; dw and db by column blocks, or by walkers that meet."""
     check_both(device, case_of(norm, rows, columns, *types), STAGED, gap)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("rows", "columns", "types", "row_blocks", "column_blocks", "column_threads"),
+    [
+        (1, 8, ("bfloat16", "", "float32"), 1, 1, 0),
+        (1, 128, ("bfloat16", "", "bfloat16"), 1, 1, 0),
+        (1, 1000, ("bfloat16", "", None), 1, 0, 0),
+        (1, 4096, ("bfloat16", "", "float32"), 1, 4, 0),
+        (1, 8192, ("bfloat16", "", "float64"), 1, 64, 16),  # two vectors a thread; w is converted first, dw afterwards
+        (1, 4000, ("float32", "bfloat16", "bfloat16"), 1, 63, 8),
+        (1, 6144, ("float32", "", "float32"), 1, 12, 0),  # four vectors
+        (1, 2048, ("float64", "", "float64"), 1, 8, 0),
+        (3, 384, ("bfloat16", "", "float32"), 2, 24, 2),  # of 24 columns, two rows to a block, and one
+        (77, 96, ("float32", "", "bfloat16"), 20, 12, 2),
+        (1000, 40, ("bfloat16", "", "float32"), 24, 3, 2),
+        (9, 7168, ("bfloat16", "", "float32"), 9, 56, 16),
+        (60, 3000, ("bfloat16", "", "bfloat16"), 60, 47, 8),
+        (5, 2048, ("bfloat16", "float32", "float32"), 5, 64, 4),
+    ],
+)
+def test_few_rows_by_their_own_kernel(
+    device: KernelsOnCpu,
+    norm: str,
+    rows: int,
+    columns: int,
+    types: tuple[str, str, str | None],
+    row_blocks: int,
+    column_blocks: int,
+    column_threads: int,
+) -> None:
+    """Some lanes without a column, blocks with fewer rows than there is room for, rows with gaps."""
+    case = case_of(norm, rows, columns, *types)
+    tensors = make_case(np, case)
+    for gap in (0, 40)[: 2 if columns > 600 else 1]:  # with such gaps shorter rows take the direct route
+        results = backward(norm, on_device(device, tensors, gap), has_bias=case.has_bias)
+        named = device.launched[-1].named()
+        if case.w or case.has_bias:
+            assert (named.row_blocks, named.column_blocks) == (row_blocks, column_blocks or 1)
+            assert named.column_threads == column_threads
+        check_backward(case, tensors, run(device, results, "backward_few_rows"))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("mask", [(True, False, True), (True, True, False), (True, False, False)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1024), (30, 1024)])
+def test_few_rows_write_what_is_wanted(
+    device: KernelsOnCpu, norm: str, rows: int, columns: int, mask: tuple[bool, ...]
+) -> None:
+    """The same bits as all together, also into memory that starts off 16 bytes."""
+    case = case_of(norm, rows, columns)
+    mask = mask[: 2 + case.has_bias]
+    tensors = make_case(np, case)
+    placed = on_device(device, tensors)
+    expected = run(device, backward(norm, placed, has_bias=case.has_bias), "backward_few_rows")
+    for start in (0, 1):
+        out = []
+        for array, wanted in zip(expected, mask, strict=True):
+            if not wanted or array.ndim > 1:
+                out.append(device.array(array.shape, array.dtype) if wanted else None)
+                continue
+            memory = device.array((columns + 4,), array.dtype)
+            values(memory)[...] = 7
+            out.append(memory[start : start + columns])
+            device.ends_with(out[-1])
+        results = backward(norm, placed, has_bias=case.has_bias, output_mask=mask, out=tuple(out))
+        got = run(device, results, "backward_few_rows")
+        assert_same_bits(got, tuple(a if w else None for a, w in zip(expected, mask, strict=True)))
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -346,18 +416,27 @@ def test_who_keeps_pace_leaves_counters_of_zero(small_device: KernelsOnCpu, norm
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
-    ("many", "columns", "x"), [(600, 512, "float32"), (280, 1000, "bfloat16"), (280, 1536, "bfloat16")]
+    ("many", "columns", "x"),
+    [
+        (1200, 128, "bfloat16"),
+        (600, 512, "float32"),
+        (480, 1000, "bfloat16"),
+        (280, 1536, "bfloat16"),
+        (100, 4000, "bfloat16"),
+        (70, 7168, "bfloat16"),
+        (40, 2048, "float64"),
+    ],
 )
 def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
     device: KernelsOnCpu, norm: str, many: int, columns: int, x: str
 ) -> None:
-    """Few rows, past the ring, and many, with other groups, column blocks and walkers."""
+    """Few rows, by their own kernel, and many, with other groups, column blocks and walkers."""
     tensors = make_case(np, case_of(norm, many, columns, x))
     parts = []
-    for rows in (many, 64, 3):
+    for rows in (many, 17, 3, 1):
         part = {name: a[:rows] if a is not None and name not in ("w", "b") else a for name, a in vars(tensors).items()}
         placed = on_device(device, Tensors(**part))
-        dx = run(device, backward(norm, placed), "backward_staged")[0]
+        dx = run(device, backward(norm, placed), BACKWARD[rows < many])[0]
         parts.append((dx, *run(device, forward(norm, placed), "forward_staged")))
     for few in parts[1:]:
         assert_same_bits(few, tuple(array[: len(few[0])] for array in parts[0]))
@@ -368,9 +447,9 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
 def test_a_nan_stays_in_its_row(device: KernelsOnCpu, norm: str, columns: int) -> None:
     case = case_of(norm, 40, columns)
     tensors = make_case(np, case)
-    expected = run(device, backward(norm, on_device(device, tensors)), "backward_staged")
+    expected = run(device, backward(norm, on_device(device, tensors)), *BACKWARD)
     spoilt_tensors = replace(tensors, x=spoilt(tensors.x, (7, 5), np.nan))
-    got = run(device, backward(norm, on_device(device, spoilt_tensors)), "backward_staged")
+    got = run(device, backward(norm, on_device(device, spoilt_tensors)), *BACKWARD)
     others = np.arange(40) != 7
     assert_same_bits((got[0][others],), (expected[0][others],))
     assert np.isnan(got[0][7].astype(np.float32)).all()

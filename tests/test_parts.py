@@ -29,12 +29,14 @@ def test_what_is_left_compiles(op: str, columns: int, part: parts.Part, monkeypa
     from cupynorm.cuda import module
     from cupynorm.cuda.config.variants import Variant
 
-    kernels = kernels_of(Row(bench.case(op, 1017, columns, "bfloat16")))
+    kernels = [
+        k for k in kernels_of(Row(bench.case(op, 1017, columns, "bfloat16"))) if f"kernels_cu/{k[0]}" == parts.ALTERED
+    ]
+    assert len(kernels) == 2
     module.compile_options()  # which remembers where the headers lie that are not altered
     with parts.altered(part) as folder:
         monkeypatch.setattr(module, "source_directory", lambda: folder / "kernels_cu")
         for file, definitions in kernels:
-            assert parts.ALTERED == f"kernels_cu/{file}"
             text = module.source(file, definitions)
             assert all(after in text and before not in text for before, after in part.edits if after)
             assert all(before not in text for before, after in part.edits if not after)

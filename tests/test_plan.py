@@ -4,6 +4,7 @@ a device that is none."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import itertools
 import struct
@@ -400,7 +401,7 @@ def test_elements_across_their_boundaries_are_refused(device: FakeDevice) -> Non
 @pytest.mark.parametrize("mask", [(True, True, True), (True, False, True), (False, True, True), (True, False, False)])
 def test_column_blocks_need_no_memory(device: FakeDevice, mask: tuple[bool, ...]) -> None:
     """They stand behind the row walkers, of which there are none without dx; nobody meets, whatever the type of dw."""
-    call = call_of(device, "layernorm", rows=48, output_mask=mask) | {"w": device.array((COLUMNS,), "float16")}
+    call = call_of(device, "layernorm", rows=600, output_mask=mask) | {"w": device.array((COLUMNS,), "float16")}
     backward("layernorm", call)
     (launch,) = device.launched
     assert are_there(launch, "dx", "dw", "db") == list(mask)
@@ -408,7 +409,8 @@ def test_column_blocks_need_no_memory(device: FakeDevice, mask: tuple[bool, ...]
     assert {by for by, _ in device.allocated} <= {"result"}
     walkers, column_blocks = launch.named().partial_rows, launch.named().column_blocks
     assert launch.grid[0] == walkers + column_blocks
-    assert (walkers, column_blocks) == (6 if mask[0] else 0, 64 if any(mask[1:]) else 0)
+    expected = (0, 64) if not mask[0] else (68, 64) if any(mask[1:]) else (75, 0)
+    assert (walkers, column_blocks) == expected
 
 
 def test_column_blocks_that_share_rows_have_counters_and_room_for_their_sums(device: FakeDevice) -> None:
@@ -436,14 +438,13 @@ def test_what_column_blocks_read_again_stays_in_the_cache(device: FakeDevice) ->
         assert (arguments.read_once, arguments.column_blocks) == (read_once, column_blocks), rows
 
 
-@pytest.mark.parametrize(("offset", "column_blocks"), [(0, True), (2, False)])
-def test_one_row_meets_nobody(device: FakeDevice, offset: int, column_blocks: bool) -> None:
-    """Column blocks sum its dw, or the one walker, off 16 bytes, whose partial row is dw. Walkers of many rows meet."""
-    for rows, meet, own_blocks in ((1, False, column_blocks), (ROWS, True, False)):
-        call = call_of(device, "rmsnorm", rows=rows) | {"x": device.array((rows, COLUMNS), "float16", offset=offset)}
+def test_one_row_off_16_bytes_meets_nobody(device: FakeDevice) -> None:
+    """The one walker's partial row is dw. Walkers of many rows meet."""
+    for rows, meet in ((1, False), (ROWS, True)):
+        call = call_of(device, "rmsnorm", rows=rows) | {"x": device.array((rows, COLUMNS), "float16", offset=2)}
         backward("rmsnorm", call)
         there = are_there(device.launched[-1], "dw_partials", "meeting", "column_blocks")
-        assert there == [meet, meet, own_blocks]
+        assert there == [meet, meet, False]
 
 
 def test_one_row_off_16_bytes_has_column_blocks_where_dw_is_narrowed(device: FakeDevice) -> None:
@@ -463,25 +464,43 @@ def test_one_walker_of_the_direct_route_keeps_apart_what_it_narrows(
     assert are_there(device.launched[-1], "dw_partials", "meeting", "column_blocks") == [apart, False, False]
 
 
-@pytest.mark.parametrize(("rows", "few"), [(1, True), (48, True), (264, True), (265, False), (400, False)])
+@pytest.mark.parametrize(("rows", "few"), [(1, True), (48, True), (464, True), (465, False), (900, False)])
 @pytest.mark.parametrize("norm", NORMS)
-def test_few_rows_take_the_short_way(device: FakeDevice, norm: str, rows: int, few: bool) -> None:
-    """No group has more than one, and nobody sums columns but column blocks."""
-    for mask in ((True, True, True), (True, False, False)):
-        backward(norm, call_of(device, norm, rows=rows, output_mask=mask))
-        arguments = device.launched[-1].named()
-        assert arguments.few_rows == few
-        assert not few or arguments.partial_rows * arguments.groups >= rows
-        assert bool(arguments.column_blocks) == any(mask[1:])
-        assert not arguments.meeting
+def test_few_rows_have_a_kernel_of_their_own(device: FakeDevice, norm: str, rows: int, few: bool) -> None:
+    """Where all of its blocks run at the same time; it needs no memory."""
+    backward(norm, call_of(device, norm, rows=rows))
+    (launch,) = device.launched
+    assert (launch.kernel == "backward_few_rows") == few
+    assert {by for by, _ in device.allocated} <= {"result"}
+    if few:
+        arguments = launch.named()
+        assert launch.grid == (arguments.row_blocks + arguments.column_blocks, 1, 1)
+        assert (arguments.rows, arguments.columns, arguments.row_blocks) == (rows, COLUMNS, rows)
+        assert (arguments.column_blocks, arguments.column_threads) == ((1, 0) if rows == 1 else (64, 2))
+        assert arguments.reciprocal_columns == np.float32(1) / np.float32(COLUMNS)
 
 
-def test_a_few_rows_whose_dx_alone_is_wanted_have_a_walker_each(device: FakeDevice) -> None:
-    """One for all, which four steps have where dw is theirs to sum, would take them one after the other."""
-    x, dy = (device.array((3, 7168), "float16") for _ in range(2))
-    cupynorm.rmsnorm_backward(x, device.array((7168,)), dy, device.array((3,)), output_mask=(True, False))
-    arguments = device.launched[-1].named()
-    assert (arguments.partial_rows, arguments.few_rows) == (3, True)
+@pytest.mark.parametrize("mask", [(True, True, True), (True, False, True), (False, True, True), (True, False, False)])
+@pytest.mark.parametrize("rows", [1, 48])
+def test_few_rows_write_what_is_wanted(device: FakeDevice, rows: int, mask: tuple[bool, ...]) -> None:
+    """Without dx column blocks sum dw and db alone, by the kernel of more rows."""
+    backward("layernorm", call_of(device, "layernorm", rows=rows, output_mask=mask))
+    (launch,) = device.launched
+    assert are_there(launch, "dx", "dw", "db", "column_blocks") == [*mask, any(mask[1:])]
+    assert launch.kernel == ("backward_few_rows" if mask[0] else "backward_staged")
+
+
+@pytest.mark.parametrize(("w", "offset", "alone"), [
+    ("float32", 0, True), ("float16", 0, True), ("float64", 0, False), ("bfloat16", 0, False), ("float32", 4, False),
+])  # fmt: skip
+def test_one_row_has_nothing_to_add_up(device: FakeDevice, w: str, offset: int, alone: bool) -> None:
+    """What it adds to dw and db is written as it is, in two types, to multiples of 16 bytes; else by way of a sum."""
+    parameter = DTYPES[w]
+    out = (None, *(device.array((COLUMNS,), parameter, offset=offset) for _ in range(2)))
+    call = call_of(device, "layernorm", rows=1, out=out) | {"w": device.array((COLUMNS,), parameter)}
+    backward("layernorm", call)
+    assert device.launched[-1].kernel == "backward_few_rows"
+    assert are_there(device.launched[-1], "column_threads", "row_threads") == [not alone] * 2
 
 
 @pytest.mark.parametrize(
@@ -500,7 +519,7 @@ def test_w_of_a_third_type_is_widened_first(
     device: FakeDevice, x_dtype: str, w_dtype: str | None, widens: bool
 ) -> None:
     """Into memory that nothing else has, in the type of the arithmetic; not without dx, which alone needs w."""
-    for rows in (48, 20_000):  # with column blocks, and with a meeting
+    for rows in (48, 800, 20_000):  # few, with column blocks, and with a meeting
         for want_dx in (True, False):
             device.launched.clear()
             w = None if w_dtype is None else device.array((COLUMNS,), w_dtype)
@@ -518,17 +537,19 @@ def test_w_of_a_third_type_is_widened_first(
             assert before[0].grid == (-(-COLUMNS // 256), 1, 1)
             assert (source, columns, code) == (w.data.ptr, COLUMNS, config.ELEMENT_CODES[w_dtype])
             assert (arguments.w, arguments.w_code) == (widened, config.ELEMENT_CODES[wide])
+            assert widened % 512 == 0
+            if launch.kernel == "backward_few_rows":
+                continue
             others = [arguments.dw_partials, arguments.db_partials, arguments.meeting]
             assert all(not other or other < widened for other in others)
             itemsize = np.dtype(wide).itemsize
             if arguments.db_partials:
                 stride = config.partial_row_stride(COLUMNS)
                 assert widened >= arguments.db_partials + arguments.partial_rows * stride * itemsize
-            assert widened % 512 == 0
 
 
 @pytest.mark.parametrize("offset", [0, 4])
-@pytest.mark.parametrize("mask", [(False, True, True), (False, True, False), (False, False, True)], ids=str)
+@pytest.mark.parametrize("mask", [(True, True, True), (True, True, False), (True, False, True)], ids=str)
 def test_one_walker_keeps_apart_what_starts_off_16_bytes(
     device: FakeDevice, mask: tuple[bool, ...], offset: int
 ) -> None:
@@ -821,7 +842,7 @@ def test_other_foreign_arrays_take_the_way_through_capsules(device: FakeDevice, 
         (300, (False, True), True),
         (9000, (True, False), True),
         (9000, (False, True), False),
-        (1, (True, True), True),
+        (1, (False, True), True),
     ],
 )
 def test_which_kernel_of_two(device: FakeDevice, rows: int, mask: tuple[bool, bool], alone: bool) -> None:
@@ -891,7 +912,7 @@ def test_nvrtc_is_ready_before_two_threads_need_it(device: FakeDevice, monkeypat
     asked: list[Any] = []
     monkeypatch.setattr(launch, "prepare", lambda device_id: asked.append(("prepare", device_id)))
     monkeypatch.setattr(launch, "load_together", lambda *_: asked.append("load"))
-    launch._load_staged(0, ("A=1",), ("A=1", "DX_ALONE=1"))
+    launch._load_staged(0, ("A=1",), ("A=1", "DX_ALONE=1"), None)
     assert asked == [("prepare", 0), "load"]
     made: list[Any] = []
     program = SimpleNamespace(compile=lambda: made.append("compiled"))
@@ -903,21 +924,22 @@ def test_nvrtc_is_ready_before_two_threads_need_it(device: FakeDevice, monkeypat
     module.prepare.cache_clear()
 
 
-def test_two_kernels_are_made_at_the_same_time(device: FakeDevice) -> None:
+@pytest.mark.parametrize("names", ["a", "ab", "abc"])
+def test_kernels_are_made_at_the_same_time(device: FakeDevice, names: str) -> None:
     from cupynorm.cuda import driver
 
-    both, made = threading.Barrier(2, timeout=20), []
+    all_of_them, made = threading.Barrier(len(names), timeout=20), []
 
     def make(name: str) -> Any:
-        both.wait()
+        all_of_them.wait()
         made.append(name)
         return SimpleNamespace(kernel=None)
 
-    driver.load_together(lambda: make("one"), lambda: make("other"))
-    assert sorted(made) == ["one", "other"]
+    driver.load_together(*(functools.partial(make, name) for name in names))
+    assert sorted(made) == list(names)
 
 
-def test_what_goes_wrong_with_one_of_two_kernels(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_with_one_of_several_kernels(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the thread, it shows when the kernel is asked for; where no thread starts, kernels are made all the same."""
     from cupynorm.cuda import driver
 
@@ -929,7 +951,7 @@ def test_what_goes_wrong_with_one_of_two_kernels(device: FakeDevice, monkeypatch
             raise ValueError(name)
         return SimpleNamespace(kernel=None)
 
-    driver.load_together(lambda: make("wrong"), lambda: make("right"))
+    driver.load_together(lambda: make("wrong"), lambda: make("wrong"), lambda: make("right"))
     with pytest.raises(ValueError, match="wrong"):
         driver.load_together(lambda: make("right"), lambda: make("wrong"))
 
@@ -938,4 +960,4 @@ def test_what_goes_wrong_with_one_of_two_kernels(device: FakeDevice, monkeypatch
 
     monkeypatch.setattr(threading.Thread, "start", start)
     driver.load_together(lambda: make("right"), lambda: make("other"))
-    assert made == ["wrong", "right", "right", "wrong", "right", "other"]
+    assert made == ["wrong", "wrong", "right", "right", "wrong", "right", "other"]

@@ -38,7 +38,7 @@ class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
     ]
 
 
-_HEAD_START = 0.005  # seconds
+_HEAD_START = 0.012  # seconds: what the first kernel from the disk cache takes, or more
 _attributes_lock = threading.Lock()
 
 
@@ -121,32 +121,36 @@ class PerThread(threading.local):
         self.own = make()
 
 
-def load_together(make: Callable[[], Any], make_other: Callable[[], Any]) -> None:
-    """Call two functions that make kernels, and load these on the current device.
+def load_together(*makes: Callable[[], Any]) -> None:
+    """Call functions that make kernels, and load these on the current device.
 
-    Most of NVRTC's work on two programs goes on at the same time (12.9, two cores: two of 0.45 s each take 0.50), so a
-    thread does the first. It starts alone, for if CuPy's disk cache has the kernel it is there soon, and two threads
-    would take longer for two such kernels than one. What goes wrong there shows when the function is called again.
+    Most of NVRTC's work on two programs goes on at the same time (12.9, two cores: two of 0.45 s each take 0.50), so
+    threads do all but the last. Each starts alone, for if CuPy's disk cache has the kernel it is there soon, and two
+    threads would take longer for two such kernels than one. What goes wrong there shows when the function is called
+    again.
     """
     device = cupy.cuda.runtime.getDevice()
 
-    def load() -> None:
+    def load(make: Callable[[], Any]) -> None:
         with contextlib.suppress(Exception):
             cupy.cuda.runtime.setDevice(device)
             make().kernel  # noqa: B018
 
-    thread = threading.Thread(target=load)
+    *others, last = makes
+    threads = [threading.Thread(target=load, args=(make,)) for make in others]
+    for make, thread in zip(others, threads, strict=True):
+        try:
+            thread.start()
+        except RuntimeError:  # none can: there are too many, or the interpreter ends
+            load(make)
+        else:
+            thread.join(_HEAD_START)
     try:
-        thread.start()
-    except RuntimeError:  # none can: there are too many, or the interpreter ends
-        load()
-    else:
-        thread.join(_HEAD_START)
-    try:
-        make_other().kernel  # noqa: B018
+        last().kernel  # noqa: B018
     finally:
-        if thread.ident:
-            thread.join()
+        for thread in threads:
+            if thread.ident:
+                thread.join()
 
 
 _thread = threading.local()

@@ -42,12 +42,47 @@ class Backward:
         self._has_work = problem.rows > 0 and (problem.want_dx or problem.want_dw or problem.want_db)
         if not self._has_work:
             return
+        self._widen_w, w_dtype = _widening(problem)
+        self._widened_bytes = problem.columns * problem.compute_dtype.itemsize if self._widen_w else 0
         device_id = cupy.cuda.runtime.getDevice()
         configure = functools.partial(choose.backward_config, problem, _is_aligned(problem, offset))
         config, main, device = _fitting(configure, _backward_main, device_of(device_id))
+        few = choose.few_rows_blocks(config, problem, sums_offset == 0, device)
+        if few:
+            self._take_few_rows(few, _few_rows_launch(config, few), w_dtype, config.group_threads)
+        else:
+            self._walk(config, main, device, w_dtype, sums_offset)
+
+    def _take_few_rows(self, few: choose.FewRows, main: Launch, w_dtype: Any, group_threads: int) -> None:
+        problem = self.problem
+        self._workspace = _Workspace(0, beside=self._widened_bytes)
+        self._launches = [main.over(few.row_blocks + few.column_blocks)]
+        one = problem.compute_dtype.type(1)
+        self._take_arguments(
+            choose.FEW_ROWS_ARGUMENTS[problem.compute_dtype.name],
+            problem.rows,
+            problem.columns,
+            few.row_blocks,
+            few.block_rows,
+            group_threads,
+            _code(w_dtype),
+            _code(problem.parameter_dtype),
+            few.row_threads,
+            few.column_threads,
+            problem.x_row_stride,
+            problem.dy_row_stride,
+            problem.out_row_stride,
+            float(one / problem.compute_dtype.type(problem.columns)),
+            few.column_blocks,
+        )
+
+    def _walk(
+        self, config: choose.BackwardConfig, main: Launch, device: choose.Device, w_dtype: Any, sums_offset: int
+    ) -> None:
+        problem = self.problem
         split = config.route == "split"
         at_once = _walkers_at_once(main, device, config.cluster, config.slabs if config.gang else 1)
-        walkers, column_blocks, column_threads, row_parts, few_rows = choose.grid(config, problem, at_once, device)
+        walkers, column_blocks, column_threads, row_parts = choose.grid(config, problem, at_once, device)
 
         grid = (config.slabs, walkers) if split else (walkers * config.slabs + column_blocks, 1)
         blocks = grid[0] * grid[1]
@@ -60,8 +95,6 @@ class Backward:
             main = _staged_launch(config, config.dx_alone_definitions)
         apart = sums and (sums_offset != 0 or problem.narrows_sums)
         reduces = sums and (walkers > 1 or (apart and config.route == "staged"))
-        usual = (problem.x_dtype, problem.compute_dtype)
-        widens_w = problem.want_dx and problem.w_dtype is not None and problem.w_dtype not in usual
         itemsize = problem.compute_dtype.itemsize
         partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize if reduces or apart else 0
         sums_bytes = problem.rows * config.slabs * 2 * itemsize if split and problem.want_dx else 0
@@ -72,21 +105,15 @@ class Backward:
             partials_bytes if problem.want_db else 0,
             sums_bytes or parts_bytes,
             exchange=choose.exchange_bytes(walkers * config.slabs) if config.gang else 0,
-            beside=problem.columns * itemsize if widens_w else 0,
+            beside=self._widened_bytes,
         )
 
         # The blocks of a gang wait for each other.
-        launches = [main.over(*grid, cooperative=config.gang and walkers > 0)]
+        self._launches = [main.over(*grid, cooperative=config.gang and walkers > 0)]
         if split and problem.want_dx:
             sums_walkers = choose.sums_walkers(config, problem, device)
             sweep = Launch(kernel("backward_split.cu", "backward_split_sums", config.definitions), config.threads)
-            launches.insert(0, sweep.over(config.slabs, sums_walkers))
-
-        self._widen_w: Any = None
-        if widens_w:
-            widen_w = kernel("widen_w.cu", "widen_w", choose.widening_definitions(problem.x_dtype.name))
-            self._widen_w = Launch(widen_w, _WIDENING_THREADS).over(-(-problem.columns // _WIDENING_THREADS))
-        w_dtype = problem.compute_dtype if widens_w else problem.w_dtype
+            self._launches.insert(0, sweep.over(config.slabs, sums_walkers))
 
         # Of a column block, or of the final reduction.
         row_threads = (
@@ -94,37 +121,39 @@ class Backward:
             if column_threads
             else choose.reduction_row_threads(config.threads, blocks, walkers, problem)
         )
+        self._take_arguments(
+            choose.BACKWARD_ARGUMENTS,
+            problem.rows,
+            problem.x_row_stride,
+            problem.dy_row_stride,
+            problem.out_row_stride,
+            problem.columns,
+            _code(w_dtype),
+            config.group_threads,
+            config.slab_columns,
+            config.stages,
+            choose.least_steps(config.groups, problem.rows, walkers),
+            walkers,
+            config.groups,
+            _code(problem.parameter_dtype),
+            row_threads,
+            column_threads,
+            column_blocks,
+            row_parts,
+            *(choose.pace(config, problem.rows, walkers) if reduces else (0, 1)),
+            choose.reads_once(problem) and not column_blocks,  # these read what the walkers have read
+        )
+
+    def _take_arguments(self, layout: str, *fixed: Any) -> None:
+        """Of the kernel's struct, what is behind the addresses of a call."""
+        device_id = cupy.cuda.runtime.getDevice()
+        problem, widens_w = self.problem, self._widen_w is not None
 
         def make_arguments() -> tuple[Arguments, Arguments | None, _Kept]:
-            arguments = Arguments(
-                choose.BACKWARD_ARGUMENTS,
-                8,
-                problem.rows,
-                problem.x_row_stride,
-                problem.dy_row_stride,
-                problem.out_row_stride,
-                problem.columns,
-                _code(w_dtype),
-                config.group_threads,
-                config.slab_columns,
-                config.stages,
-                choose.least_steps(config.groups, problem.rows, walkers),
-                walkers,
-                config.groups,
-                _code(problem.parameter_dtype),
-                row_threads,
-                column_threads,
-                column_blocks,
-                row_parts,
-                *(choose.pace(config, problem.rows, walkers) if reduces else (0, 1)),
-                choose.reads_once(problem) and not column_blocks,  # these read what the walkers have read
-                few_rows,
-            )
             widening = (choose.WIDENING_ARGUMENTS, 2, problem.columns, _code(problem.w_dtype))
             of_w = Arguments(*widening) if widens_w else None
-            return arguments, of_w, _kept.on_device[device_id]
+            return Arguments(layout, 8, *fixed), of_w, _kept.on_device[device_id]
 
-        self._launches = launches
         self._thread = PerThread(make_arguments)
 
     def __call__(
@@ -252,7 +281,8 @@ class _Workspace:
         if exchange:
             start = choose.KEPT_COUNTER_BYTES if self._keeps else counters
             self._starts[-2], self._zeros = start, start + exchange
-        self._bytes = end if counter_bytes or exchange or any(sizes) or beside else 0
+        self._has_parts = bool(counter_bytes or exchange or any(sizes))
+        self._bytes = end if self._has_parts or beside else 0
 
     def take(self, stream: Any, kept: _Kept) -> Any:
         """The memory, to be held while it is launched on, or None where none is needed."""
@@ -279,7 +309,8 @@ class _Workspace:
 
     def fill_in(self, arguments: Arguments, base: int) -> None:
         """The addresses of the parts and, last, of the counters; 0 for what has no size."""
-        arguments.fill_workspace(*(0 if start is None else base + start for start in self._starts))
+        if self._has_parts:
+            arguments.fill_workspace(*(0 if start is None else base + start for start in self._starts))
         arguments.workspace = base  # last: an interrupt may come between
 
 
@@ -319,9 +350,10 @@ def _fitting(
 
 
 def _backward_main(config: choose.BackwardConfig) -> Launch:
-    """The kernel that sums dw and db. Another M may have launches that do not: their kernel is made now, too."""
+    """The kernel that sums dw and db. Another M may have launches that do not: their kernels are made now, too."""
     if config.route == "staged":
-        _load_staged(cupy.cuda.runtime.getDevice(), config.definitions, config.dx_alone_definitions)
+        few = choose.few_rows_definitions(config)
+        _load_staged(cupy.cuda.runtime.getDevice(), config.definitions, config.dx_alone_definitions, few)
         return _staged_launch(config, config.definitions)
     name = "backward_split_apply" if config.route == "split" else "backward_direct"
     main = kernel(f"backward_{config.route}.cu", name, config.definitions)
@@ -329,9 +361,12 @@ def _backward_main(config: choose.BackwardConfig) -> Launch:
 
 
 @functools.cache
-def _load_staged(device_id: int, *both: tuple[str, ...]) -> None:
+def _load_staged(
+    device_id: int, summing: tuple[str, ...], dx_alone: tuple[str, ...], few: tuple[str, ...] | None
+) -> None:
     prepare(device_id)
-    load_together(*(functools.partial(_staged_kernel, definitions) for definitions in both))
+    others = [functools.partial(_few_rows_kernel, few)] if few else []
+    load_together(functools.partial(_staged_kernel, summing), functools.partial(_staged_kernel, dx_alone), *others)
 
 
 def _staged_kernel(definitions: tuple[str, ...]) -> Any:
@@ -343,9 +378,29 @@ def _staged_launch(config: choose.BackwardConfig, definitions: tuple[str, ...]) 
     return Launch(staged, config.threads, shared_bytes=config.shared_bytes, cluster=config.cluster)
 
 
+def _few_rows_kernel(definitions: tuple[str, ...]) -> Any:
+    return kernel("backward_few_rows.cu", "backward_few_rows", definitions)
+
+
+def _few_rows_launch(config: choose.BackwardConfig, few: choose.FewRows) -> Launch:
+    definitions = choose.few_rows_definitions(config)
+    assert definitions is not None
+    return Launch(_few_rows_kernel(definitions), few.threads, shared_bytes=few.shared_bytes)
+
+
 def _forward_main(config: choose.ForwardConfig) -> Launch:
     main = kernel(config.file, config.kernel, config.definitions)
     return Launch(main, config.threads, shared_bytes=config.shared_bytes, cluster=config.cluster)
+
+
+def _widening(problem: NormProblem) -> tuple[Any, Any]:
+    """The launch that converts w first, or None, and the type that w then has."""
+    usual = (problem.x_dtype, problem.compute_dtype)
+    if not problem.want_dx or problem.w_dtype is None or problem.w_dtype in usual:
+        return None, problem.w_dtype
+    widen_w = kernel("widen_w.cu", "widen_w", choose.widening_definitions(problem.x_dtype.name))
+    launch = Launch(widen_w, _WIDENING_THREADS).over(-(-problem.columns // _WIDENING_THREADS))
+    return launch, problem.compute_dtype
 
 
 def _walkers_at_once(main: Launch, device: choose.Device, cluster: int, gang_blocks: int = 1) -> int:

@@ -5,13 +5,15 @@ layout, what is summed and the GPU model (of a part of a device, on that) alone,
 a row's dx and y have the same bits in any company.
 
 backward.py and forward.py choose the kernel and its blocks, walkers.py how many of these run, column_blocks.py where
-others sum dw and db; common.py has what they share. Constants stand where they are used, with what was measured; in us,
-bfloat16, on an H200, unless said otherwise. variants.py lists every kernel that can be asked for.
+others sum dw and db, few_rows.py what a kernel for few rows takes; common.py has what they share. Constants stand where
+they are used, with what was measured; in us, bfloat16, on an H200, unless said otherwise. variants.py lists every
+kernel that can be asked for.
 """
 
 from .backward import BACKWARD_ARGUMENTS, WIDENING_ARGUMENTS, backward_config, widening_definitions
 from .column_blocks import column_parts_bytes
 from .common import ELEMENT_CODES, BackwardConfig, Device, ForwardConfig, Grid
+from .few_rows import FEW_ROWS_ARGUMENTS, FewRows, few_rows_blocks, few_rows_definitions
 from .forward import FORWARD_ARGUMENTS, forward_config
 from .walkers import (
     KEPT_BYTES,
@@ -35,6 +37,7 @@ from .walkers import (
 __all__ = [
     "BACKWARD_ARGUMENTS",
     "ELEMENT_CODES",
+    "FEW_ROWS_ARGUMENTS",
     "FORWARD_ARGUMENTS",
     "KEPT_BYTES",
     "KEPT_COUNTER_BYTES",
@@ -43,12 +46,15 @@ __all__ = [
     "WIDENING_ARGUMENTS",
     "BackwardConfig",
     "Device",
+    "FewRows",
     "ForwardConfig",
     "Grid",
     "backward_config",
     "clusters_at_once",
     "column_parts_bytes",
     "exchange_bytes",
+    "few_rows_blocks",
+    "few_rows_definitions",
     "forward_config",
     "forward_steps",
     "forward_walkers",

@@ -181,7 +181,7 @@ SPLIT_THREADS = 256
 # so 50.2, without pace 48.9.
 MOST_BLOCKS_A_COUNTER = {"rmsnorm": 2, "layernorm": 1}
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
-BACKWARD_ARGUMENTS = "12P4q8i7h2?"  # struct BackwardArguments in backward.cuh
+BACKWARD_ARGUMENTS = "12P4q8i7h?x"  # struct BackwardArguments in backward.cuh
 WIDENING_ARGUMENTS = "2P2i"  # struct WideningArguments in widen_w.cu
 
 

@@ -17,7 +17,6 @@ from .common import (
     divide_up,
     kernels_sum_db,
     name_of,
-    takes_few_rows,
     vector_width,
 )
 
@@ -53,7 +52,6 @@ FEW_COLUMN_BLOCKS, FEW_COLUMN_BLOCKS_ROWS = 56, {False: (120, 62), True: (120, 4
 # with 92 multiprocessors (43 MB, as 62 of an H200's, 5120 26.1 → 25.6, 8192 25.2 → 25.0, 2048 25.0 → 25.4).
 LONG_COLUMN_BLOCKS_BYTES, LONG_COLUMNS = 60 << 20, 4096
 SLOW_COLUMN_BLOCKS_BYTES: dict[tuple[bool, bool], dict[int, int]] = {
-    (False, False): {},
     (False, True): {32: 105 << 20, 40: 105 << 20},  # where no lane is idle
     (True, False): {32: 78 << 20, 28: COLUMN_BLOCKS_BYTES, 40: COLUMN_BLOCKS_BYTES},
     (True, True): {24: 73 << 20, 28: 103 << 20, 32: 103 << 20},
@@ -99,32 +97,31 @@ MOST_AIMED_OF_SEVERAL, NARROW_SLICE, BROKEN_LINES = 46, 1.3, 1.2
 # 54); in clusters of four others yet (32768, 50 MB, with 44 and 52 7% apart, LayerNorm with 64 and 52 7%).
 SLOW_AIMED_24, SLOW_MANY_BYTES, SLOW_MOST_AIMED_40 = {False: 48, True: 64}, 28 << 20, 54
 SLOW_MOST_AIMED_OF_FOUR = {False: 52, True: 56}
+# LayerNorm with 40 columns a thread, in one block, where memory is slow: 25 MB, 5120, with 54 blocks 19.5 us, with 80
+# 17.8; 12 MB, 2560, with 40 12.5, with 80 11.9.
+SLOW_WIDE_COLUMN_BLOCKS, SLOW_WIDE_BYTES = 80, 9 << 20
 # Short rows make few slices of whole lines of memory, and narrow ones touch a line several times: several blocks share
 # a slice's rows, where a thread of narrow slices would have more rows than these, by the sectors that such are wide. An
 # H100, from a scan of 17 lengths and eight sizes, 3 to 43 MB. Where a multiprocessor has several blocks (up to 768
 # columns), slices of a line: 6 MB, N=128 11.6 → 10.0 us, 256 11.3 → 9.3, LayerNorm 12.5 → 10.5, 12.9 → 10.2, 12 MB, 512
 # 13.5 → 11.4, LayerNorm 15.2 → 12.7, 384 14.9 → 12.8. Up to 1280 columns, of two lines: 18 MB, 896 15.7 → 13.6,
-# LayerNorm 16.8 → 14.0, 1280 18.4 → 14.7, 25 MB 20.0 → 17.9. Up to 3072: 37 MB, 2560 22.6 → 21.9, LayerNorm, 2048 23.5
-# → 23.1. A power of two of them mostly makes whole batches of a thread's rows: 256, 25 MB, with 64 blocks 17.0 us, with
-# 60 18.4. Limits of data and numbers of blocks are the scan's; where memory is fast they are inferred from it and from
-# an H100 with 92 multiprocessors (8.4 MB, 128 12.8 → 11.0, LayerNorm 640 12.8 → 11.7; 17 MB, 896 16.5 → 14.5).
+# LayerNorm 16.8 → 14.0, 1280 18.4 → 14.7, 25 MB 20.0 → 17.9. Up to 3072: 37 MB, RMSNorm, 2560 22.6 → 21.9, LayerNorm,
+# 2048 23.5 → 23.1. A power of two of them mostly makes whole batches of a thread's rows: 256, 25 MB, with 64 blocks
+# 17.0 us, with 60 18.4. Limits of data and numbers of blocks are the scan's; where memory is fast they are inferred
+# from it and from an H100 with 92 multiprocessors (8.4 MB, 128 12.8 → 11.0, LayerNorm 640 12.8 → 11.7; 17 MB, 896 16.5
+# → 14.5).
 SHARED_LEAST_ROWS = (10.5, 22, 50)
 SHARED_SHORT_COLUMNS, SHARED_MEDIUM_COLUMNS, SHARED_MOST_COLUMNS = 768, 1280, 3072
-SHARED_SHORT_BYTES = {
-    False: (29 << 20, 32 << 20),
-    True: (21 << 20, 27 << 20),
-}  # with db up to the second, by more blocks
+# Slices of a line up to the first; with db by more blocks up to the second.
+SHARED_SHORT_BYTES = {False: (29 << 20, 32 << 20), True: (21 << 20, 27 << 20)}
 SHARED_SHORT_FEW_BYTES, SHARED_SHORTEST_COLUMNS = 9 << 19, 128
 SHARED_SHORT_BLOCKS, SHARED_SHORT_BLOCKS_MORE = {False: 48, True: 96}, 128
 SHARED_MEDIUM_BLOCKS = {False: 60, True: 64}
 SLOW_SHARED_POWERS_BYTES, SLOW_SHARED_POWERS_BLOCKS = 27 << 20, 80
 SLOW_SHARED_LONG_BYTES, SLOW_SHARED_LONG_BLOCKS = {False: 27 << 20, True: 21 << 20}, {False: 56, True: 68}
 LINE_BYTES = 128
-# LayerNorm with 40 columns a thread, in one block, where memory is slow: 25 MB, 5120, with 54 blocks 19.5 us, with 80
-# 17.8; 12 MB, 2560, with 40 12.5, with 80 11.9.
-SLOW_WIDE_COLUMN_BLOCKS, SLOW_WIDE_BYTES = 80, 9 << 20
-# One row alone gains past the ring and, else (off 16 bytes, in clusters, of 40 columns a thread), from so many columns
-# on, LayerNorm 7.6 → 6.9 us, of 1024 6.2 → 6.6; where dw and db have another type than their sums, in any case.
+# One row alone (off 16 bytes, say; else it is backward_few_rows.cu's) gains from so many columns on, LayerNorm 7.6 →
+# 6.9 us, of 1024 6.2 → 6.6; where dw and db have another type than their sums, in any case.
 COLUMN_BLOCKS_ONE_ROW = 4096
 
 
@@ -140,7 +137,8 @@ def column_blocks_grid(
     config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device
 ) -> Grid | None:
     """None where column blocks are not worth it."""
-    least_rows = 1 if problem.narrows_sums or problem.columns >= COLUMN_BLOCKS_ONE_ROW or takes_few_rows(config) else 2
+    one_row = problem.narrows_sums or problem.columns >= COLUMN_BLOCKS_ONE_ROW or not problem.want_dx
+    least_rows = 1 if one_row else 2
     if config.route != "staged" or problem.rows < least_rows or not (problem.want_dw or problem.want_db):
         return None
     if data_bytes(problem) > _most_bytes(config, problem, device):
@@ -214,7 +212,8 @@ def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) ->
     full = config.slab_columns == config.per_thread * config.group_threads
     if alone and not sums_db and not full:
         return COLUMN_BLOCKS_BYTES
-    return SLOW_COLUMN_BLOCKS_BYTES[sums_db, alone].get(config.per_thread, LONG_COLUMN_BLOCKS_BYTES)
+    limits = SLOW_COLUMN_BLOCKS_BYTES.get((sums_db, alone), {})
+    return limits.get(config.per_thread, LONG_COLUMN_BLOCKS_BYTES)
 
 
 def _shared_column_blocks(

@@ -111,8 +111,7 @@ class BackwardConfig(NamedTuple):
     @property
     def per_thread(self) -> int:
         """Columns a thread."""
-        (number,) = (text.partition("=")[2] for text in self.definitions if text.startswith("COLUMNS_PER_THREAD="))
-        return int(number)
+        return columns_of(self.definitions)
 
 
 class ForwardConfig(NamedTuple):
@@ -145,7 +144,12 @@ class Grid(NamedTuple):
     column_blocks: int = 0  # behind them, blocks that sum dw and db (column_blocks.cuh); 0: the walkers do
     column_threads: int = 0  # of a column block, side by side; those that lie so many apart share columns
     row_parts: int = 1  # column blocks that share a slice's rows
-    few_rows: bool = False  # no group has more than one, and walkers sum no columns
+
+
+def columns_of(definitions: tuple[str, ...]) -> int:
+    """Columns a thread of a backward kernel."""
+    (number,) = (text.partition("=")[2] for text in definitions if text.startswith("COLUMNS_PER_THREAD="))
+    return int(number)
 
 
 def compute_name(x_name: str) -> str:
@@ -194,13 +198,6 @@ def data_bytes(problem: NormProblem) -> int:
     """Of x, dy and dx, whether it is wanted or not."""
     itemsizes = 2 * problem.x_dtype.itemsize + ITEMSIZE[name_of(problem.dy_dtype)]
     return problem.rows * problem.columns * itemsizes
-
-
-def takes_few_rows(config: BackwardConfig) -> bool:
-    """Whether the kernel has a way past the ring for these: kTakesFewRows of few_rows.cuh."""
-    return (
-        config.route == "staged" and "VECTOR=1" in config.definitions and config.slabs == 1 and config.per_thread <= 32
-    )
 
 
 Kind = tuple[str, str, str, bool, bool]  # norm, types of x and dy, whether db is summed, whether in vectors

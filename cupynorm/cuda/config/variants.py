@@ -28,6 +28,7 @@ from .common import (
     Choice,
     Device,
     Kind,
+    columns_of,
     columns_per_thread,
     compute_name,
     for_dx_alone,
@@ -35,6 +36,7 @@ from .common import (
     staged_definitions,
     triad_definitions,
 )
+from .few_rows import few_rows_definitions_of, few_rows_vectors
 from .forward import (
     direct_forward_definitions,
     forward_choice,
@@ -86,6 +88,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         yield from summing
         for alone in sorted({for_dx_alone(variant.definitions) for variant in summing}):
             yield Variant("backward_staged.cu", ("backward_staged",), alone)
+        for few in sorted({few for variant in summing for few in _few_rows_definitions(x, dy, variant.definitions)}):
+            yield Variant("backward_few_rows.cu", ("backward_few_rows",), few)
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
         definitions = forward_definitions(norm, x, vector)
         routes = (*definitions, *direct_forward_definitions(columns_per_thread(x)))
@@ -108,6 +112,14 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         yield Variant("widen_w.cu", ("widen_w",), widening_definitions(x))
     for x, streaming in product(FLOAT_NAMES, (False, True)):
         yield Variant("triad.cu", ("triad",), triad_definitions(x, streaming))
+
+
+def _few_rows_definitions(x: str, dy: str, definitions: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Of the kernels for few rows beside one of backward_staged.cu."""
+    if {"VECTOR=1", "CLUSTER=1"} <= set(definitions) and "GANG=1" not in definitions:
+        per_thread = columns_of(definitions)
+        for own in few_rows_vectors(x, dy, per_thread, "PART_OF_WARP=1" in definitions):
+            yield few_rows_definitions_of(definitions, own)
 
 
 def _staged_variants(

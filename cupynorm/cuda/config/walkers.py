@@ -13,7 +13,6 @@ from .common import (
     compute_itemsize,
     data_bytes,
     divide_up,
-    takes_few_rows,
 )
 
 # One walker on a multiprocessor then beats two: LayerNorm, 1017x4096, where walkers met, 19.7 us, 21.0 with two.
@@ -34,10 +33,6 @@ STEP_COUNTERS_BYTES = STEP_COUNTERS * 128
 # L2 cache first, but not beside column blocks. RMSNorm, 25 MB, N=1024 15.8 → 15.3 us; 50 MB, N=16384 24.2 → 23.2. With
 # 10 MB it gained nothing, with 75 MB little, and with 1 GB it took 3 to 13% longer.
 READ_ONCE_BYTES = (16 << 20, 50 << 20)
-# So few rows, where no group has more than one, take the kernel's short way (kTakesFewRows of few_rows.cuh). An
-# H100: 130x1024 7.2 → 6.8 us, LayerNorm 7.8 → 7.0, 264x1024 7.4 → 7.1, 8.0 → 7.3, but 512x1024 7.3 → 7.5, 7.6 → 7.8;
-# of 40 columns a thread 1x5120 7.2 → 7.5, in clusters 1x16384 7.6 → 8.1.
-FEW_ROWS_A_MULTIPROCESSOR = 2
 ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction, if there is one
 REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
 REDUCTION_BATCH = 10  # kReductionBatch of reduction.cuh
@@ -46,10 +41,7 @@ REDUCTION_BATCH = 10  # kReductionBatch of reduction.cuh
 def grid(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> Grid:
     """`blocks_at_once` is how many blocks (clusters, gangs) the device holds at the same time."""
     found = column_blocks_grid(config, problem, blocks_at_once, device)
-    found = found or Grid(partial_rows(config, problem, blocks_at_once, device))
-    sums = (problem.want_dw or problem.want_db) and not found.column_blocks
-    most = min(found.walkers * config.groups, FEW_ROWS_A_MULTIPROCESSOR * device.multiprocessors)
-    return found._replace(few_rows=takes_few_rows(config) and not sums and problem.rows <= most)
+    return found or Grid(partial_rows(config, problem, blocks_at_once, device))
 
 
 def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> int:

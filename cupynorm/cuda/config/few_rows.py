@@ -1,0 +1,150 @@
+"""Few rows: what backward_few_rows.cu takes, and its blocks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...problem import NormProblem
+from .column_blocks import COLUMN_BLOCKS, SECTOR_BYTES
+from .common import (
+    ITEMSIZE,
+    STAGED_MAX_THREADS,
+    WARP,
+    BackwardConfig,
+    Device,
+    argument_bytes,
+    columns_per_thread,
+    compute_itemsize,
+    compute_name,
+    divide_up,
+    has_whole_warps,
+    in_whole_warps,
+    vector_width,
+)
+
+# struct FewRowsArguments in backward_few_rows.cu, by the type of the arithmetic.
+FEW_ROWS_ARGUMENTS = {"float32": "8P3i6h3qfh2x", "float64": "8P3i6h3qdh6x"}
+FEW_ROWS_MOST_COLUMNS = 32  # of a thread of backward_staged.cu's: kSumsByVector of backward.cuh
+FEW_ROWS_MOST_THREADS = 512  # kMostThreads: of a block, and of those that a multiprocessor has at once
+# A thread has as few vectors as may be. An H100, LayerNorm, 1x4096, with two 5.9 us, with one 5.7.
+FEW_ROWS_VECTORS = (1, 2, 4)
+FEW_ROWS_SHORT_THREADS = (128, 256)  # of a block of several rows: as few as sum the columns without many rows each
+# Of a column block's thread. An H100, RMSNorm, N=128, in blocks of 256 threads, 800 rows, 6.2 each, 6.7 → 6.4 us, 1200
+# rows, 9.4 each, 7.7 → 7.5 (LayerNorm 7.9 → 8.0), 1600 7.9 → 8.4.
+FEW_ROWS_SUMMED = 8
+FEW_ROWS_SUM_VECTORS = 128  # kSumVectors
+
+
+class FewRows(NamedTuple):
+    """A launch of backward_few_rows.cu."""
+
+    threads: int
+    shared_bytes: int
+    block_rows: int
+    row_blocks: int
+    column_blocks: int
+    column_threads: int  # of these; 0: they have a single row
+
+    @property
+    def row_threads(self) -> int:
+        return self.threads // self.column_threads if self.column_threads else 0
+
+
+class _Split(NamedTuple):
+    """How a row is split over threads."""
+
+    vector: int  # columns: kVector of backward.cuh
+    own: int  # vectors of a thread
+    threads: int
+
+
+def few_rows_definitions(config: BackwardConfig) -> tuple[str, ...] | None:
+    """Of the kernel for few rows as these, the same for any M; None where there is none."""
+    split = _split(config)
+    return few_rows_definitions_of(config.definitions, split.own) if split else None
+
+
+def few_rows_definitions_of(definitions: tuple[str, ...], own: int) -> tuple[str, ...]:
+    """Where backward_staged.cu has these, and a thread so many vectors of a row."""
+    kept = (text for text in definitions if text not in ("PACED=1", "ROW_GAPS=1"))
+    layout = FEW_ROWS_ARGUMENTS[compute_name(_types(definitions)[0])]
+    return (*kept, f"VECTORS_A_THREAD={own}", f"FEW_ROWS_{argument_bytes(layout)}")
+
+
+def few_rows_vectors(x: str, dy: str, per_thread: int, part_of_warp: bool) -> set[int]:
+    """Those that a thread may have, where a thread of backward_staged.cu has so many columns."""
+    short = part_of_warp or per_thread <= columns_per_thread(x)
+    groups = (1 << power for power in range(6)) if short else range(WARP, STAGED_MAX_THREADS + 1, WARP)
+    found = (_split_of(vector_width(x, dy), per_thread, group) for group in groups)
+    return {split.own for split in found if split}
+
+
+def few_rows_blocks(config: BackwardConfig, problem: NormProblem, aligned_sums: bool, device: Device) -> FewRows | None:
+    """None where backward_few_rows.cu does not pay; `aligned_sums`: dw and db start at multiples of 16 bytes.
+
+    It pays where all of its blocks run at the same time. An H100, without it and with, 8x1024 5.9 → 4.9 us, LayerNorm
+    6.2 → 5.0, 64x4096 6.7 → 6.2, 192x2048 6.8 → 6.5, 7.2 → 6.9, but 264x2048 7.2 → 8.9, 7.6 → 9.4. Blocks of which a
+    thread has several vectors count as often: LayerNorm, 32x8192 6.8 → 6.6, 64x8192 7.4 → 7.6.
+    """
+    split = _split(config)
+    if split is None or not problem.want_dx or problem.rows > FEW_ROWS_MOST_THREADS * device.multiprocessors:
+        return None
+    for threads in (split.threads,) if _has_whole_warps(config) else FEW_ROWS_SHORT_THREADS:
+        found = _blocks(split, config, problem, aligned_sums, threads)
+        if found.row_threads * FEW_ROWS_SUMMED >= problem.rows or not found.column_threads:
+            at_once = device.multiprocessors * (FEW_ROWS_MOST_THREADS // found.threads)
+            return found if split.own * found.row_blocks + found.column_blocks <= at_once else None
+    return None
+
+
+def _blocks(
+    split: _Split, config: BackwardConfig, problem: NormProblem, aligned_sums: bool, most_threads: int
+) -> FewRows:
+    """Of so many threads, or as many as the rows need."""
+    rows = max(1, min(problem.rows, most_threads // split.threads))
+    sums = problem.want_dw or problem.want_db
+    alone = problem.rows == 1 and aligned_sums and problem.parameter_dtype in (problem.x_dtype, problem.compute_dtype)
+    threads = max(in_whole_warps(rows * split.threads), FEW_ROWS_SUM_VECTORS if sums and alone else 0)
+    itemsize = compute_itemsize(problem.x_dtype.name)
+    shared_bytes = 2 * itemsize * split.own * divide_up(threads, split.threads) * split.threads
+    blocks = column_threads = 0
+    if sums and alone:
+        blocks = divide_up(problem.columns, FEW_ROWS_SUM_VECTORS * split.vector)
+    elif sums:
+        types = _types(config.definitions)
+        vector = vector_width(*types)
+        column_threads = SECTOR_BYTES // (vector * min(ITEMSIZE[name] for name in types))
+        while divide_up(problem.columns, column_threads * vector) > COLUMN_BLOCKS:
+            column_threads *= 2
+        blocks = divide_up(problem.columns, column_threads * vector)
+        entries = column_threads * vector * (2 if problem.want_dw and problem.want_db else 1)
+        shared_bytes = max(shared_bytes, threads // column_threads * (itemsize * entries + 16))
+    return FewRows(threads, shared_bytes, rows, divide_up(problem.rows, rows), blocks, column_threads)
+
+
+def _split(config: BackwardConfig) -> _Split | None:
+    if config.route != "staged" or "VECTOR=1" not in config.definitions or config.slabs > 1:
+        return None
+    return _split_of(vector_width(*_types(config.definitions)), config.per_thread, config.group_threads)
+
+
+def _split_of(wide: int, per_thread: int, group_threads: int) -> _Split | None:
+    """Of rows that so many threads of backward_staged.cu would share; `wide`: kWideVector of backward.cuh."""
+    if per_thread > FEW_ROWS_MOST_COLUMNS:
+        return None
+    vector = wide // 2 if per_thread % wide else wide
+    vectors = group_threads * per_thread // vector
+    for own in FEW_ROWS_VECTORS:
+        if vectors <= own * FEW_ROWS_MOST_THREADS and (own == 1 or vectors % (own * WARP) == 0):
+            return _Split(vector, own, vectors // own)
+    return None
+
+
+def _has_whole_warps(config: BackwardConfig) -> bool:
+    return has_whole_warps(_types(config.definitions)[0], (config.per_thread, config.group_threads))
+
+
+def _types(definitions: tuple[str, ...]) -> tuple[str, str]:
+    """Of x and dy."""
+    of_name = dict(text.split("=") for text in definitions)
+    return of_name["X_TYPE"], of_name["DY_TYPE"]

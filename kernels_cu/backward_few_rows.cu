@@ -1,0 +1,169 @@
+// Backward pass for few rows: memory → registers → memory, a thread for each vector of a row.
+//
+// Such a call takes the sum of its latencies, so a thread has little to do between them: it has one vector of a row, or
+// VECTORS_A_THREAD where a row has more of them than a block has threads. The first blocks write dx, each of one row, or of
+// several rows of a warp or less. The blocks behind them sum dw and db (column_blocks.cuh), or write those of a single row.
+//
+// A row's dx has the bits of backward_staged.cu, where a thread has COLUMNS_PER_THREAD columns: the sums of such a thread's
+// vectors, which several threads have here, go through shared memory and are added up in that kernel's order.
+#include "backward.cuh"
+#include "column_blocks.cuh"
+#include "staged.cuh"
+
+constexpr int kOwn = VECTORS_A_THREAD;
+constexpr int kMostThreads = 512;
+constexpr int kSumVectors = 128;  // of a single row, whose dw and db one block writes
+constexpr int kWarpsOfRow = kMaxWarps;  // that share a row in backward_staged.cu, at most
+
+// What a block needs first lies together: a line of constants that is not there yet is waited for.
+struct FewRowsArguments {
+    const X* x;
+    const Dy* dy;
+    const void* w;          // null: ones
+    const Compute* mean;    // LayerNorm
+    const Compute* rstd;
+    X* dx;
+    void *dw, *db;          // null: not wanted
+    int rows, columns;
+    int row_blocks;         // the first, that write dx
+    short block_rows;       // of each of these
+    short group_threads;    // of backward_staged.cu that would share a row
+    short w_code, dw_code;  // ElementCode: of w, x's type or the arithmetic's (widen_w.cu); of dw and db
+    short row_threads, column_threads;  // of the blocks behind; 0: these have a single row's dw and db
+    int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
+    Compute reciprocal_columns;
+    short column_blocks;    // how many these are
+
+    static constexpr int row_parts = 1;
+    static constexpr void* sums = nullptr;
+};
+static_assert(sizeof(FewRowsArguments) == FEW_ROWS_ARGUMENT_BYTES, "the Python side packs the same struct");
+
+// A thread's vectors, those of its row that are `threads` apart.
+struct OwnVectors {
+    int row, first, step;  // in columns
+    int columns;
+    bool active;  // it has a row
+
+    __device__ explicit OwnVectors(const FewRowsArguments& a) : columns(a.columns) {
+        int vector = threadIdx.x, row_of_block = 0, threads = blockDim.x;
+        if constexpr (!kWholeWarps) {
+            threads = a.group_threads * kVectors;
+            row_of_block = (threadIdx.x >> log2_of(a.group_threads)) / kVectors;
+            vector -= row_of_block * threads;
+        }
+        row = blockIdx.x * a.block_rows + row_of_block;
+        active = row < a.rows && row_of_block < a.block_rows;
+        first = vector * kVector;
+        step = threads * kVector;
+    }
+    __device__ int at(int i) const { return first + i * step; }
+    __device__ bool holds(int i) const { return active && at(i) < columns; }
+    // Where it has no column it reads what an idle thread of backward_staged.cu reads, so that an Inf there shows here, too: the
+    // first column of its team. There may be none.
+    __device__ int read_from(int i) const {
+        constexpr int kTeamColumns = kTeamThreads * kColumnsPerThread;
+        return at(i) < columns ? at(i) : at(i) / kTeamColumns * kTeamColumns;
+    }
+};
+
+// Adds up the sums of a row's vectors, for which `all` has room: those of one thread of backward_staged.cu, in turn, then those of
+// its warp's lanes, then its warps. By all threads of the block.
+__device__ inline Sums<Compute> sum_row(Sums<Compute>* all, const Sums<Compute> (&own)[kOwn], const FewRowsArguments& a) {
+    __shared__ Sums<Compute> of_warps[kWarpsOfRow];
+    const int lanes = kWholeWarps ? 32 : a.group_threads, warps = kWholeWarps ? a.group_threads >> 5 : 1;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & (lanes - 1);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) all[threadIdx.x + i * blockDim.x] = own[i];
+    __syncthreads();
+    Sums<Compute> sums = {Compute(0), Compute(0)};
+    if (warps == 1 || warp < warps) {  // a single warp's by all warps, each for itself
+        const int group = kWholeWarps ? (warps == 1 ? 0 : warp) : (threadIdx.x >> log2_of(lanes)) / kVectors;
+        const int first = group * kVectors * lanes;
+        sums = all[first + lane];
+#pragma unroll
+        for (int k = 1; k < kVectors; ++k) sums.add(all[first + k * lanes + lane]);
+        if (kWholeWarps || lanes == 32) sum_over_lanes<kLayerNorm, 32>(sums);
+        else sum_over_lanes<kLayerNorm>(sums, lanes);
+    }
+    if (warps == 1) return sums;
+    if (lane == 0 && warp < warps) of_warps[warp] = sums;
+    __syncthreads();
+    return sum_entries<kLayerNorm, kWarpsOfRow>(of_warps, warps);
+}
+
+// A vector of a single row's dw or db, of x's type or the arithmetic's, at a multiple of 16 bytes.
+__device__ inline void store_sums(void* target, int code, int column, const Compute (&values)[kVector]) {
+    if (code == kCodeOf<Compute>) {
+        Packed<Compute, kVector> packed;
+        packed.pack(values);
+        packed.store(static_cast<Compute*>(target) + column);
+    } else {
+        XVector packed;
+        packed.pack(values);
+        packed.store(static_cast<X*>(target) + column);
+    }
+}
+
+// dw and db of a single row: kSumVectors of its vectors by each block.
+__device__ inline void write_sums(const FewRowsArguments& a, int block) {
+    const int column = (block * kSumVectors + int(threadIdx.x)) * kVector;
+    if (threadIdx.x >= kSumVectors || column >= a.columns) return;
+    XVector x_packed;
+    DyVector dy_packed;
+    RowStatistics row;
+    Compute x[kVector], dy[kVector], dw[kVector];
+    x_packed.load(a.x + column);
+    dy_packed.load(a.dy + column);
+    row.load(a, 0);
+    x_packed.unpack(x);
+    dy_packed.unpack(dy);
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) dw[v] = dy[v] * row.centred(x[v]) * row.rstd;
+    if (a.dw) store_sums(a.dw, a.dw_code, column, dw);
+    if (kWantDb && a.db) store_sums(a.db, a.dw_code, column, dy);
+}
+
+__device__ inline void write_rows(const FewRowsArguments& a, Sums<Compute>* all) {
+    const OwnVectors own(a);
+    XVector x[kOwn] = {};
+    DyVector dy[kOwn] = {};
+    Weights<kOwn> w;
+    RowStatistics row = {};
+    const X* const x_row = a.x + own.row * a.x_row_stride;
+    const Dy* const dy_row = a.dy + own.row * a.dy_row_stride;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+        const int column = own.read_from(i);
+        if (!own.active || column >= a.columns) continue;
+        x[i].load_streaming(x_row + column);
+        dy[i].load_streaming(dy_row + column);
+    }
+    if (own.active) row.load(a, own.row);
+    w.load(a.w, a.w_code, own);
+
+    Sums<Compute> sums[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+        sums[i] = {Compute(0), Compute(0)};
+        first_half<true, false>(sums[i], nullptr, i, x[i], dy[i], w, row);
+    }
+    const RowCoefficients coefficients(sum_row(all, sums, a), a.reciprocal_columns, row);
+    X* const dx = a.dx + own.row * a.dx_row_stride;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+        second_half(dx + own.at(i), own.holds(i), i, x[i], dy[i], w, row, coefficients);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kMostThreads, 1) backward_few_rows(const FewRowsArguments a) {
+    extern __shared__ __align__(16) char shared[];
+    if (blockIdx.x < a.row_blocks) {
+        write_rows(a, reinterpret_cast<Sums<Compute>*>(shared));
+    } else if (!a.column_threads) {
+        write_sums(a, blockIdx.x - a.row_blocks);
+    } else {
+        const ColumnArguments columns(a, blockIdx.x - a.row_blocks);
+        ColumnSlices<kMostThreads>(columns).sum(reinterpret_cast<Compute*>(shared));
+    }
+}
