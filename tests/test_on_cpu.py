@@ -265,9 +265,10 @@ def test_blocks_that_share_rows(device: KernelsOnCpu, norm: str, rows: int, colu
     for mask in masks:
         results = backward(norm, placed, has_bias=case.has_bias, output_mask=mask)
         named = device.launched[-1].named()
-        assert (named.row_parts > 1) == any(mask[1:])
-        ran = run(device, results, "backward_staged")
-        if named.row_parts > 1:
+        shares = getattr(named, "row_parts", 1) > 1  # dx alone of 128 columns is the kernel's for few rows
+        assert shares == any(mask[1:])
+        ran = run(device, results, *BACKWARD)
+        if shares:
             assert not np.ctypeslib.as_array(
                 (ctypes.c_ubyte * config.STEP_COUNTERS_BYTES).from_address(named.meeting)
             ).any()
