@@ -134,9 +134,9 @@ def test_few_rows_by_walkers(monkeypatch: pytest.MonkeyPatch, case: Case) -> Non
     ],
 )
 def test_column_blocks(norm: str, rows: int, columns: int) -> None:
-    """Two together, of slices of any width, in clusters, off 16 bytes, of one row, several for a slice; on an H200
-    some of the largest have none. test_config.py has what is chosen. Without dx their number is another, and so are
-    the bits of dw and db."""
+    """Two together, of slices of any width, in clusters, off 16 bytes, several for a slice, of one row without dx; on
+    an H200 some of the largest have none. test_config.py has what is chosen. Without dx their number is another, and so
+    are the bits of dw and db."""
     cupy = pytest.importorskip("cupy")
     case = Case(norm, rows, columns, "bfloat16", "bfloat16" if rows == 1 else "float32", "bfloat16")
     tensors = make_case(cupy, case)

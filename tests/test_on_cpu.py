@@ -83,7 +83,7 @@ def check_both(device: KernelsOnCpu, case: Case, kernels: tuple[str, str], gap: 
     tensors = make_case(np, case)
     placed = on_device(device, tensors, gap)
     results = backward(case.norm, placed, has_bias=case.has_bias)
-    check_backward(case, tensors, run(device, results, kernels[0], "backward_few_rows"))
+    check_backward(case, tensors, run(device, results, kernels[0]))
     if case.x == case.dy:
         check_forward(case, tensors, run(device, forward(case.norm, placed), kernels[1]))
 
@@ -136,9 +136,16 @@ BACKWARD = ("backward_staged", "backward_few_rows")
     ],
 )
 def test_few_rows(
-    device: KernelsOnCpu, norm: str, rows: int, columns: int, types: tuple[str, str, str | None], gap: int
+    device: KernelsOnCpu,
+    monkeypatch: pytest.MonkeyPatch,
+    norm: str,
+    rows: int,
+    columns: int,
+    types: tuple[str, str, str | None],
+    gap: int,
 ) -> None:
-    """By their own kernel, or one or two steps of each walker; dw and db by column blocks, or by walkers that meet."""
+    """One or two steps of each walker, dw and db by column blocks, as where they have no kernel of their own."""
+    monkeypatch.setattr(config, "few_rows_blocks", lambda *_: None)
     check_both(device, case_of(norm, rows, columns, *types), STAGED, gap)
 
 
@@ -197,18 +204,20 @@ def test_few_rows_write_what_is_wanted(
     placed = on_device(device, tensors)
     expected = run(device, backward(norm, placed, has_bias=case.has_bias), "backward_few_rows")
     for start in (0, 1):
-        out = []
+        out, memories = [], []
         for array, wanted in zip(expected, mask, strict=True):
             if not wanted or array.ndim > 1:
                 out.append(device.array(array.shape, array.dtype) if wanted else None)
                 continue
             memory = device.array((columns + 4,), array.dtype)
             values(memory)[...] = 7
+            memories.append(memory)
             out.append(memory[start : start + columns])
-            device.ends_with(out[-1])
         results = backward(norm, placed, has_bias=case.has_bias, output_mask=mask, out=tuple(out))
         got = run(device, results, "backward_few_rows")
         assert_same_bits(got, tuple(a if w else None for a, w in zip(expected, mask, strict=True)))
+        for memory in memories:
+            assert (np.delete(values(memory), slice(start, start + columns)) == 7).all(), "written beside the array"
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -444,13 +453,17 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("columns", [128, 1024, 1001])
-def test_a_nan_stays_in_its_row(device: KernelsOnCpu, norm: str, columns: int) -> None:
+@pytest.mark.parametrize(("columns", "few"), [(128, True), (1024, True), (128, False), (1024, False), (1001, False)])
+def test_a_nan_stays_in_its_row(
+    device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, norm: str, columns: int, few: bool
+) -> None:
     case = case_of(norm, 40, columns)
     tensors = make_case(np, case)
-    expected = run(device, backward(norm, on_device(device, tensors)), *BACKWARD)
+    if not few:
+        monkeypatch.setattr(config, "few_rows_blocks", lambda *_: None)
+    expected = run(device, backward(norm, on_device(device, tensors)), BACKWARD[few])
     spoilt_tensors = replace(tensors, x=spoilt(tensors.x, (7, 5), np.nan))
-    got = run(device, backward(norm, on_device(device, spoilt_tensors)), *BACKWARD)
+    got = run(device, backward(norm, on_device(device, spoilt_tensors)), BACKWARD[few])
     others = np.arange(40) != 7
     assert_same_bits((got[0][others],), (expected[0][others],))
     assert np.isnan(got[0][7].astype(np.float32)).all()
