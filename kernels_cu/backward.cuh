@@ -76,6 +76,7 @@ struct BackwardArguments {
     short lead;             // of Pace, in quarters of a step; 0: no pace is kept
     short step_counters;    // a power of two
     bool read_once;         // x and dy need not stay in the L2 cache
+    unsigned char turn;     // from one of a warp's rows to the next, in quarters (kTurns)
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 
@@ -152,7 +153,7 @@ struct ColumnSums {
 
     Level dw, db;
     Compute* outer;
-    int thread, threads, rows_since_flush;
+    int thread, threads, turn, rows_since_flush;  // turn: of Columns
     bool flushed;
 
     static constexpr int kRun = 16 / int(sizeof(Compute));
@@ -163,8 +164,8 @@ struct ColumnSums {
         return (kWantDb ? 2 : 1) * kRuns * 16 * threads;
     }
 
-    __device__ ColumnSums(void* shared, int thread, int threads)
-        : outer(static_cast<Compute*>(shared)), thread(thread), threads(threads), flushed(false) {
+    __device__ ColumnSums(void* shared, int thread, int threads, int turn = 0)
+        : outer(static_cast<Compute*>(shared)), thread(thread), threads(threads), turn(turn), flushed(false) {
         clear();
     }
 
@@ -178,6 +179,10 @@ struct ColumnSums {
     // sums into the second level.
     __device__ void row_done(int group_threads, bool complete = false) {
         if (++rows_since_flush < kRowsPerFlush && !complete) return;
+        if constexpr (kTurns) {
+            turn_back(dw);
+            if constexpr (kWantDb) turn_back(db);
+        }
         add_outer();
         if (complete && group_threads == threads) return;
         store_outer();
@@ -207,6 +212,19 @@ private:
         rows_since_flush = 0;
         fill_columns(dw, Compute(0));
         fill_columns(db, Compute(0));
+    }
+
+    // To the order of the columns.
+    __device__ void turn_back(Level& level) const {
+#pragma unroll
+        for (int quarters = 1; quarters <= 2; ++quarters) {
+            if (!(turn & quarters)) continue;
+            Level turned;
+#pragma unroll
+            for (int k = 0; k < kVectors; ++k) turned[(k + quarters * kQuarter) % kVectors][0] = level[k][0];
+#pragma unroll
+            for (int k = 0; k < kVectors; ++k) level[k][0] = turned[k][0];
+        }
     }
 
     // To the columns of a block that is one group.

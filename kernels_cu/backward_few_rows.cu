@@ -6,6 +6,8 @@
 //
 // A row's dx has the bits of backward_staged.cu, where a thread has COLUMNS_PER_THREAD columns: the sums of such a thread's
 // vectors, which several threads have here, go through shared memory and are added up in that kernel's order.
+//
+// Compile-time switch, beside those of backward.cuh: VECTORS_A_THREAD, 1, 2 or 4.
 #include "backward.cuh"
 #include "column_blocks.cuh"
 #include "staged.cuh"
@@ -112,16 +114,19 @@ __device__ inline void write_sums(const FewRowsArguments& a, int block) {
     XVector x_packed;
     DyVector dy_packed;
     RowStatistics row;
-    Compute x[kVector], dy[kVector], dw[kVector];
+    Compute x[kVector], dy[kVector], dw[kVector] = {}, db[kVector] = {};
     x_packed.load(a.x + column);
     dy_packed.load(a.dy + column);
     row.load(a, 0);
     x_packed.unpack(x);
     dy_packed.unpack(dy);
 #pragma unroll
-    for (int v = 0; v < kVector; ++v) dw[v] = dy[v] * row.centred(x[v]) * row.rstd;
+    for (int v = 0; v < kVector; ++v) {  // added to zero, as elsewhere: of -0 and of a subnormal number +0 comes out
+        dw[v] += dy[v] * row.centred(x[v]) * row.rstd;
+        db[v] += dy[v];
+    }
     if (a.dw) store_sums(a.dw, a.dw_code, column, dw);
-    if (kWantDb && a.db) store_sums(a.db, a.dw_code, column, dy);
+    if (kWantDb && a.db) store_sums(a.db, a.dw_code, column, db);
 }
 
 __device__ inline void write_rows(const FewRowsArguments& a, Sums<Compute>* all) {

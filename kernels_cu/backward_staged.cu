@@ -184,7 +184,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     if (kSumsColumns && a.meeting) a.meeting->start();
     wait_for_barriers();
 
-    const Columns own(share.thread, a.group_threads, share.columns);
+    const Columns own(share.thread, a.group_threads, share.columns, turn_of_row(a.turn, a.group_threads));
     Weights<> w;
     w_ahead.wait();
     w.load(w_ahead.source, a.w_code, own);
@@ -193,8 +193,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
 
     X* dx = a.dx + first_row * a.dx_row_stride + share.first_column + own.first;
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
-    ColumnSums column_sums(shared, threadIdx.x, blockDim.x);
-    const auto publish = [&](const Columns& at) {
+    ColumnSums column_sums(shared, threadIdx.x, blockDim.x, own.turn);
+    const auto publish = [&](Columns at) {
+        at.turn = 0;  // the sums are in the columns' order again
         return publish_columns(a, column_sums, share.walker, share.first_column, at, a.group_threads);
     };
     const auto staged_row = [&](const RingPlace& place, int j) {
@@ -215,7 +216,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         const RowCoefficients coefficients(exchange.collect(j, before.posted, asked), reciprocal_columns, before.row);
         if ((!kSumsColumns || a.dx) && before.active) {
             staged_row(before.place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool holds) {
-                second_half(dx + k * own.step(), holds, k, x, dy, w, before.row, coefficients);
+                second_half(dx + at.offset(k), holds, k, x, dy, w, before.row, coefficients);
             });
         }
         dx += walk.step * a.dx_row_stride;
@@ -232,12 +233,13 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         if (kHoldsBack || j < walk.end) {
             now.row = statistics.of(a, first_row, walk.step, j);
             now.active = ring.wait(now.place) && j < own_count;
-            Sums<Compute> partial = {Compute(0), Compute(0)};
+            Sums<Compute> of_quarters[kVectors / kQuarter] = {};
             if (now.active) {
                 staged_row(now.place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool) {
-                    first_half<true, kSumsColumns>(partial, &column_sums, k, x, dy, w, now.row);
+                    first_half<true, kSumsColumns>(of_quarters[k / kQuarter], &column_sums, k, x, dy, w, now.row);
                 });
             }
+            const Sums<Compute> partial = sum_quarters(of_quarters);
             if constexpr (kGang) exchange.settle(j - kBehind, asked);
             now.posted = exchange.post(partial, j, share.thread);
         } else if constexpr (kSumsColumns && kPublishesInLoop) {

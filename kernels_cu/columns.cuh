@@ -23,6 +23,13 @@ constexpr bool kManyColumns = kColumnsPerThread * int(sizeof(Compute)) > 160;
 // Single columns of whole warps: a question for each, whether it is there, would cost as much as the work on it.
 constexpr bool kReadsAll = kVector == 1 && kWholeWarps && !SHORT_ROWS;
 
+// Single columns of rows of which a warp has several, one behind the other in shared memory. If these begin in the same banks, as
+// four of N=129 do, 258 bytes apart, they are turned: a row's lanes begin some quarters of their columns later than those of the row
+// before, and end with the first. What is summed over quarters, and then over quarters that lie two apart, has the same bits
+// whatever the turn. An H100, N=129, 1 GB: on eight lanes 491 → 426 us, LayerNorm 505 → 438, on sixteen, with 12 columns, 471, 518.
+constexpr bool kTurns = kVector == 1 && !kWholeWarps && kColumnsPerThread == 20;
+constexpr int kQuarter = kTurns ? kVectors / 4 : kVectors;
+
 // One thread's columns: `kVectors` vectors. A warp's columns follow one another, and it reads consecutive memory. Where the
 // row ends early, a thread holds fewer, or none. With kReadsAll the last warps then start earlier, if the row is long
 // enough: all that a warp would read is there, some of it held by the warp before.
@@ -30,8 +37,10 @@ struct Columns {
     int first, count, lanes;
     int begin;    // of the columns that the lanes hold together
     int skipped;  // of the thread's vectors, those before them
+    int turn;     // kTurns: quarters
 
-    __device__ Columns(int thread, int threads, int columns) : count(columns), lanes(minimum(threads, 32)), skipped(0) {
+    __device__ Columns(int thread, int threads, int columns, int turn = 0)
+        : count(columns), lanes(minimum(threads, 32)), skipped(0), turn(turn) {
         const int span = lanes * kColumnsPerThread;
         begin = thread / lanes * span;
         first = thread % lanes * kVector + (kReadsAll && columns >= span ? minimum(begin, columns - span) : begin);
@@ -39,7 +48,12 @@ struct Columns {
     }
     // From one vector to the next: known when compiled, where a row takes whole warps.
     __device__ int step() const { return kWholeWarps ? 32 * kVector : lanes * kVector; }
-    __device__ int at(int vector) const { return first + vector * step(); }
+    // From the first to this one.
+    __device__ int offset(int vector) const {
+        if constexpr (!kTurns) return vector * step();
+        else return (((vector / kQuarter + turn) & 3) * kQuarter + vector % kQuarter) * step();
+    }
+    __device__ int at(int vector) const { return first + offset(vector); }
     __device__ bool holds(int vector) const { return at(vector) < count && vector >= skipped; }
     // The same, but found anew where it is used: kept over the rows, the places of all of a thread's single columns, or of
     // many, would fill its registers.
@@ -51,3 +65,20 @@ struct Columns {
     // A column that can be read in any case, `other` where the thread has none: work on it is wasted, but needs no branch.
     __device__ int readable(int vector, int other) const { return holds(vector) ? at(vector) : other; }
 };
+
+// Of this thread's row, where each of a warp's rows is turned by so many quarters more than the one before.
+__device__ inline int turn_of_row(int quarters, int lanes) {
+    return kTurns ? ((threadIdx.x & 31) >> log2_of(lanes)) * quarters & 3 : 0;
+}
+
+// The sums of a thread's quarters: an order that no turn changes.
+template <class S, int kCount> __device__ S sum_quarters(const S (&sums)[kCount]) {
+    S sum = sums[0];
+    if constexpr (kCount == 4) {
+        S other = sums[1];
+        sum.add(sums[2]);
+        other.add(sums[3]);
+        sum.add(other);
+    }
+    return sum;
+}

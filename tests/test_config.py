@@ -199,7 +199,8 @@ def test_28_columns_a_thread_in_place_of_32(columns, name, cluster, per_thread):
         ("float16", 49, 16, 4),
         ("bfloat16", 65, 12, 8),
         ("float16", 97, 16, 8),
-        ("bfloat16", 129, 12, 16),
+        *(("bfloat16", columns, 20, 8) for columns in (129, 160)),
+        ("float16", 161, 12, 16),
         ("bfloat16", 193, 16, 16),
         *(("bfloat16", columns, 20, 16) for columns in (257, 320)),
         *(("float16", columns, 12, 32) for columns in (321, 384)),
@@ -276,6 +277,33 @@ def test_rows_off_16_bytes_fill_the_lanes_of_their_warps(columns, per_thread, gr
             assert found == (per_thread, group, cluster), (norm, chosen)
     other = config.backward_config(backward(columns, "bfloat16", "bfloat16"), False, DEVICES["sm_120"])
     assert defined(other, "COLUMNS_PER_THREAD") == 16
+
+
+@pytest.mark.parametrize("gap", [0, 1, 40])
+def test_a_warps_rows_are_turned_where_that_spreads_them_over_the_banks(gap):
+    """What lanes read at the same time: of each row the same column of their quarters, by all of the row's lanes."""
+
+    def conflicts(columns: int, lanes: int, turn: int) -> int:
+        banks = [set() for _ in range(32)]
+        for lane in range(32):
+            row, place = divmod(lane, lanes)
+            word = (row * (columns + gap) + (row * turn % 4 * 5 * lanes) + place) * 2 // 4
+            banks[word % 32].add(word)
+        return max(map(len, banks))
+
+    for columns in range(1, 513):
+        problem = replace(backward(columns, "bfloat16", "bfloat16"), x_row_stride=columns + gap)
+        chosen = config.backward_config(problem, False, DEVICES["sm_90"])
+        turn = config.turn_of_rows(chosen, problem)
+        if defined(chosen, "COLUMNS_PER_THREAD") != 20 or "PART_OF_WARP=1" not in chosen.definitions:
+            assert turn == 0, columns
+            continue
+        found = [conflicts(columns, chosen.group_threads, other) for other in range(4)]
+        assert found[turn] == min(found), columns
+        assert turn == 0 or found[turn] < found[0], columns
+    problems = [backward(columns, "bfloat16", "bfloat16") for columns in (129, 133, 147, 141, 257)]
+    turns = [config.turn_of_rows(config.backward_config(p, False, DEVICES["sm_90"]), p) for p in problems]
+    assert turns == [1, 2, 3, 0, 1]
 
 
 def what_orders_a_rows_sums(chosen: config.BackwardConfig) -> tuple[object, ...]:
@@ -450,7 +478,8 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
             limits = blocks.COLUMN_BLOCK_ROWS_ALONE
             if want_dx:
                 limits = (blocks.COLUMN_BLOCK_ROWS if usual else blocks.COLUMN_BLOCK_ROWS_ELSE)[slow][with_db]
-            if usual and chosen.groups == 1 and slow:
+            float32 = x == dy == "float32" and width > 1 and chosen.slabs <= 8 and not chosen.gang and want_dx
+            if float32 or (usual and chosen.groups == 1 and slow):
                 limits = (float("inf"),) * 3
             few = usual and grid.row_parts == 1 and sectors > 2 and chosen.groups > 1
             if few and grid.column_blocks <= blocks.FEW_COLUMN_BLOCKS:
@@ -467,8 +496,8 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
             row_threads = chosen.threads // column_threads
             assert row_threads * numbers * config.common.compute_itemsize(x) <= chosen.shared_bytes
     assert bool(found) == device.has_clusters
-    usual = aligned and want_dx and DTYPES[x].itemsize == DTYPES[dy].itemsize == 2
-    assert bool(shared) == (device.has_clusters and usual)
+    sharing = aligned and want_dx and (DTYPES[x].itemsize == DTYPES[dy].itemsize == 2 or x == dy == "float32")
+    assert bool(shared) == (device.has_clusters and sharing)
 
 
 @pytest.mark.parametrize("name", ["sm_90", "sm_90_slow"])
@@ -528,7 +557,7 @@ ON_H200 = [
     ("rmsnorm", 32, 65536, "float32", "float32", True, 7, (7, 0, 0)),
     ("rmsnorm", 2713, 1536, "bfloat16", "bfloat16", True, 132, (84, 48, 64)),  # few enough for larger blocks alone,
     ("layernorm", 1682, 3072, "bfloat16", "bfloat16", True, 132, (84, 48, 32)),
-    ("layernorm", 1356, 1536, "float32", "float32", True, 132, (84, 48, 32)),
+    ("layernorm", 1356, 1536, "float32", "float32", True, 264, (168, 96, 8)),
     ("rmsnorm", 1302, 384, "bfloat16", "bfloat16", True, 132, (108, 24, 64)),
     ("layernorm", 3906, 768, "bfloat16", "bfloat16", True, 264, (168, 96, 16)),  # but not of a warp, with db
     ("layernorm", 5208, 384, "bfloat16", "bfloat16", True, 264, (168, 96, 16)),
@@ -550,7 +579,9 @@ def test_column_blocks_of_an_h200(norm, rows, columns, x, dy, aligned, at_once, 
 @pytest.mark.parametrize(
     ("norm", "rows", "columns", "fast", "slow"),
     [
-        ("layernorm", 1750, 4096, False, True),  # 43 MB
+        ("layernorm", 1750, 4096, True, True),  # 43 MB
+        ("layernorm", 2017, 4096, True, True),  # 50 MB
+        ("layernorm", 1356, 6144, False, True),  # 24 columns a thread
         ("rmsnorm", 1506, 4096, True, True),  # 37 MB, 71 rows of a thread
         ("rmsnorm", 1750, 4096, True, True),
         ("rmsnorm", 2700, 4096, False, False),  # 66 MB
@@ -577,6 +608,35 @@ def test_column_blocks_where_memory_is_slow(norm, rows, columns, fast, slow):
         chosen = config.backward_config(problem, True, DEVICES[name])
         found = config.grid(chosen, problem, 132, DEVICES[name])
         assert (found.column_blocks > 0) == expected, (name, found)
+
+
+@pytest.mark.parametrize(
+    ("norm", "rows", "columns", "at_once", "expected"),
+    [
+        ("layernorm", 391, 2560, 132, (92, 40, 8)),  # 12 MB
+        ("rmsnorm", 781, 1280, 132, (92, 40, 16)),
+        ("layernorm", 2604, 384, 264, (168, 96, 16)),
+        ("rmsnorm", 73, 20480, 30, (20, 40, 1)),  # 18 MB
+        ("layernorm", 293, 5120, 132, (92, 40, 4)),
+        ("rmsnorm", 1465, 1024, 132, (68, 64, 8)),  # large steps
+        ("rmsnorm", 2035, 1024, 132, (128, 0, 0)),  # 25 MB
+        ("layernorm", 64, 32768, 15, (7, 64, 1)),
+        ("layernorm", 1628, 1280, 132, (72, 60, 8)),
+        ("layernorm", 31, 65536, 8, (8, 0, 0)),  # clusters of sixteen: by the rows of a thread
+        ("rmsnorm", 365, 7168, 132, (122, 0, 0)),  # 31 MB
+        ("layernorm", 631, 4096, 132, (68, 64, 8)),
+        ("layernorm", 602, 5120, 132, (121, 0, 0)),  # 37 MB
+        ("layernorm", 8138, 512, 132, (68, 64, 16)),  # 50 MB
+        ("layernorm", 339, 12288, 66, (42, 48, 4)),
+        ("layernorm", 170, 24576, 30, (18, 48, 2)),
+        ("rmsnorm", 145, 28672, 30, (29, 0, 0)),
+    ],
+)
+def test_column_blocks_in_float32(norm, rows, columns, at_once, expected):
+    """What is said beside FLOAT32_BYTES."""
+    problem = backward(columns, "float32", "float32", rows=rows, norm=norm)
+    chosen = config.backward_config(problem, True, DEVICES["sm_90_slow"])
+    assert shape_of(chosen, config.grid(chosen, problem, at_once, DEVICES["sm_90_slow"])) == expected
 
 
 @pytest.mark.parametrize(

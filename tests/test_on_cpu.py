@@ -110,6 +110,7 @@ BACKWARD = ("backward_staged", "backward_few_rows")
         (12, 1001, ("bfloat16", "", "float32"), 0),
         (200, 33, ("bfloat16", "", "float32"), 0),
         (60, 129, ("bfloat16", "", None), 0),
+        (61, 147, ("bfloat16", "", "float32"), 0),
         (30, 300, ("bfloat16", "", "float32"), 0),
         (20, 350, ("bfloat16", "", "bfloat16"), 0),
         (20, 601, ("bfloat16", "", "float32"), 0),
@@ -147,6 +148,27 @@ def test_few_rows(
     """One or two steps of each walker, dw and db by column blocks, as where they have no kernel of their own."""
     monkeypatch.setattr(config, "few_rows_blocks", lambda *_: None)
     check_both(device, case_of(norm, rows, columns, *types), STAGED, gap)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("rows", "columns"), [(70, 133), (50, 257)])
+def test_turned_rows_have_the_same_bits(
+    small_device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, norm: str, rows: int, columns: int
+) -> None:
+    """However far (kTurns of columns.cuh); dw and db, too, which come out of registers in another order."""
+    from cupynorm import dispatch
+
+    case = case_of(norm, rows, columns, "bfloat16")
+    tensors = on_device(small_device, make_case(np, case), 0)
+    found = []
+    for turn in range(4):
+        monkeypatch.setattr(config, "turn_of_rows", lambda *_, turn=turn: turn)
+        dispatch.plan_of.cache_clear()
+        results = backward(norm, tensors, has_bias=case.has_bias)
+        assert small_device.launched[-1].named().turn == turn
+        found.append(run(small_device, results, *STAGED))
+    for results in found[1:]:
+        assert_same_bits(results, found[0])
 
 
 @pytest.mark.parametrize("norm", NORMS)

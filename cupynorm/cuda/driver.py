@@ -138,14 +138,14 @@ def load_together(*makes: Callable[[], Any]) -> None:
 
     *others, last = makes
     threads = [threading.Thread(target=load, args=(make,)) for make in others]
-    for make, thread in zip(others, threads, strict=True):
-        try:
-            thread.start()
-        except RuntimeError:  # none can: there are too many, or the interpreter ends
-            load(make)
-        else:
-            thread.join(_HEAD_START)
     try:
+        for make, thread in zip(others, threads, strict=True):
+            try:
+                thread.start()
+            except RuntimeError:  # none can: there are too many, or the interpreter ends
+                load(make)
+            else:
+                thread.join(_HEAD_START)
         last().kernel  # noqa: B018
     finally:
         for thread in threads:

@@ -142,6 +142,7 @@ class Backward:
             row_parts,
             *(choose.pace(config, problem.rows, walkers) if reduces else (0, 1)),
             choose.reads_once(problem) and not column_blocks,  # these read what the walkers have read
+            choose.turn_of_rows(config, problem),
         )
 
     def _take_arguments(self, layout: str, *fixed: Any) -> None:

@@ -10,7 +10,7 @@ they are used, with what was measured; in us, bfloat16, on an H200, unless said 
 kernel that can be asked for.
 """
 
-from .backward import BACKWARD_ARGUMENTS, WIDENING_ARGUMENTS, backward_config, widening_definitions
+from .backward import BACKWARD_ARGUMENTS, WIDENING_ARGUMENTS, backward_config, turn_of_rows, widening_definitions
 from .column_blocks import column_parts_bytes
 from .common import ELEMENT_CODES, BackwardConfig, Device, ForwardConfig, Grid
 from .few_rows import FEW_ROWS_ARGUMENTS, FewRows, few_rows_blocks, few_rows_definitions
@@ -66,5 +66,6 @@ __all__ = [
     "reads_once",
     "reduction_row_threads",
     "sums_walkers",
+    "turn_of_rows",
     "widening_definitions",
 ]

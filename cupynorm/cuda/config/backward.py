@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import NamedTuple
 
 from ...problem import NormProblem
@@ -66,7 +67,7 @@ STAGED_RING_BYTES, STAGED_LARGE_RING_BYTES = 112 << 10, 128 << 10
 # 20 549 → 1063, 129 497); in float32 24 lost 6 to 18%, and 12 gained nothing.
 STAGED_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
     True: {2: {24: (1, 16)}},
-    False: {2: {12: (4, 32), 20: (16, 16)}},
+    False: {2: {12: (4, 32), 20: (8, 16)}},
 }
 # Rows of a warp or less with gaps between them: several are copied at once, with the gaps, where strides are on
 # average at most so many times as long as rows, by whether they come in vectors; else they take the direct route. 300
@@ -181,7 +182,8 @@ SPLIT_THREADS = 256
 # so 50.2, without pace 48.9.
 MOST_BLOCKS_A_COUNTER = {"rmsnorm": 2, "layernorm": 1}
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
-BACKWARD_ARGUMENTS = "12P4q8i7h?x"  # struct BackwardArguments in backward.cuh
+BACKWARD_ARGUMENTS = "12P4q8i7h?B"  # struct BackwardArguments in backward.cuh
+TURNED_COLUMNS, BANKS = 20, 32  # kTurns of columns.cuh; banks of shared memory, of four bytes
 WIDENING_ARGUMENTS = "2P2i"  # struct WideningArguments in widen_w.cu
 
 
@@ -413,6 +415,23 @@ def _staged_config(
             step_counters=STEP_COUNTERS if blocks > MOST_BLOCKS_A_COUNTER[problem.norm] else 1,
         )
     return None
+
+
+def turn_of_rows(config: BackwardConfig, problem: NormProblem) -> int:
+    """Quarters by which a warp's rows are turned, kTurns of columns.cuh: those that spread them best over the banks."""
+    lanes, per_thread, itemsize = config.group_threads, config.per_thread, problem.x_dtype.itemsize
+    if "VECTOR=0" not in config.definitions or per_thread != TURNED_COLUMNS or lanes >= WARP:
+        return 0
+
+    def rows_of_a_bank(turn: int) -> int:
+        """Of the rows' first columns, one for each lane, the most that lie in one bank."""
+        found = Counter[int]()
+        for row in range(WARP // lanes):
+            first = row * problem.x_row_stride + row * turn % 4 * (per_thread // 4) * lanes
+            found.update({(first + lane) * itemsize // 4 % BANKS for lane in range(lanes)})
+        return max(found.values())
+
+    return min(range(4), key=rows_of_a_bank)
 
 
 def may_keep_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> bool:

@@ -13,6 +13,7 @@ from .common import (
     BackwardConfig,
     Device,
     Grid,
+    columns_per_thread,
     data_bytes,
     divide_up,
     kernels_sum_db,
@@ -39,8 +40,8 @@ from .common import (
 # them RMSNorm 65536 loses 4 to 5% from 28 MB on, LayerNorm without db 65536 7% at 25 MB. Where memory is slow, an H100:
 # LayerNorm, 43 MB, 65536 29.5 → 27.1, but gangs, 262144, 34.1 → 35.3.
 COLUMN_BLOCKS_BYTES = 44 << 20
-COLUMN_BLOCK_ROWS = {False: ((28, 44, 120), (44, 48, 88)), True: ((28, 44, 120), (28, 44, 110))}
-FEW_COLUMN_BLOCKS, FEW_COLUMN_BLOCKS_ROWS = 56, {False: (120, 62), True: (120, 46)}
+COLUMN_BLOCK_ROWS = {False: ((28, 44, 120), (44, 48, 120)), True: ((28, 44, 120), (28, 44, 110))}
+FEW_COLUMN_BLOCKS, FEW_COLUMN_BLOCKS_ROWS = 56, {False: (120, 100), True: (120, 46)}
 # Longer rows gain beyond these, and at any number of rows for a thread where a block has one row a step. An H100, from
 # a scan of 15 lengths, 50 to 150 MB, without and with: 50 MB, LayerNorm 4096 29.1 → 27.6 us, 8192 28.5 → 26.3, 16384
 # 30.1 → 27.3, 65536 31.9 → 28.4, RMSNorm 10240 27.8 → 26.0, 32768 28.3 → 26.1; 75 MB, LayerNorm 12288 39.5 → 36.8,
@@ -110,7 +111,7 @@ SLOW_WIDE_COLUMN_BLOCKS, SLOW_WIDE_BYTES = 80, 9 << 20
 # 17.0 us, with 60 18.4. Limits of data and numbers of blocks are the scan's; where memory is fast they are inferred
 # from it and from an H100 with 92 multiprocessors (8.4 MB, 128 12.8 → 11.0, LayerNorm 640 12.8 → 11.7; 17 MB, 896 16.5
 # → 14.5).
-SHARED_LEAST_ROWS = (10.5, 22, 50)
+SHARED_LEAST_ROWS = (10.9, 22, 50)
 SHARED_SHORT_COLUMNS, SHARED_MEDIUM_COLUMNS, SHARED_MOST_COLUMNS = 768, 1280, 3072
 # Slices of a line up to the first; with db by more blocks up to the second.
 SHARED_SHORT_BYTES = {False: (29 << 20, 32 << 20), True: (21 << 20, 27 << 20)}
@@ -120,8 +121,24 @@ SHARED_MEDIUM_BLOCKS = {False: 60, True: 64}
 SLOW_SHARED_POWERS_BYTES, SLOW_SHARED_POWERS_BLOCKS = 27 << 20, 80
 SLOW_SHARED_LONG_BYTES, SLOW_SHARED_LONG_BLOCKS = {False: 27 << 20, True: 21 << 20}, {False: 56, True: 68}
 LINE_BYTES = 128
-# One row alone (off 16 bytes, say; else it is backward_few_rows.cu's) gains from so many columns on, LayerNorm 7.6 →
-# 6.9 us, of 1024 6.2 → 6.6; where dw and db have another type than their sums, in any case.
+# Float32 (_is_float32), in place of the limits above: up to so many bytes, without and with db, whatever the rows of a
+# thread; of rows of a warp or less, in clusters of so many blocks, with 24 columns a thread, and else, but LayerNorm's
+# rows of one block or two with 40 as RMSNorm's. From a scan of 25 lengths and ten sizes, 6 to 100 MB, an H100, without
+# and with: 12 MB, LayerNorm 2560 16.1 → 11.5 us, RMSNorm 1280 14.4 → 11.3, 18 MB, 20480 17.3 → 14.6, LayerNorm 5120
+# 18.2 → 14.8, 25 MB, 32768 20.3 → 18.2, RMSNorm 5120 18.2 → 17.3, 31 MB, LayerNorm 4096 21.9 → 19.9, 50 MB, 512 27.5 →
+# 26.0, 12288 28.5 → 27.1, 24576 30.0 → 27.2; but 31 MB, RMSNorm 7168 19.1 → 21.0, 37 MB, LayerNorm 5120 24.1 → 25.0,
+# 50 MB, RMSNorm 28672 27.5 → 29.7. Of short rows several blocks share slices of two lines, about so many, and where a
+# multiprocessor has several: 12 MB, LayerNorm, 384 15.6 → 12.2, 25 MB, 1280 19.6 → 17.5.
+FLOAT32_SHORT_BYTES = {False: 36 << 20, True: 76 << 20}
+FLOAT32_CLUSTERS, FLOAT32_CLUSTERS_BYTES = {False: 4, True: 8}, {False: 36 << 20, True: 50 << 20}
+FLOAT32_24_COLUMNS_BYTES, FLOAT32_BYTES = 50 << 20, {False: 27 << 20, True: 38 << 20}
+FLOAT32_SHARED_BLOCKS, FLOAT32_SHARED_BLOCKS_OF_SEVERAL = 64, 96
+# RMSNorm's steps of eight rows of 3 to 4 KB are large, and walkers beside column blocks take few of them: up to so many
+# bytes, slices of four lines. 1024, 12 MB, 13.6 → 11.2 us, 18 MB 15.9 → 14.6, 25 MB 17.5 → 18.3 (not shared 21.0).
+FLOAT32_LARGE_STEPS_BYTES = 20 << 20
+# One row alone (that few_rows.py leaves: off 16 bytes, say) gains from so many columns on, LayerNorm 7.6 → 6.9 us, of
+# 1024 6.2 → 6.6; where dw and db have another type than their sums, and without dx, in any case (an H100, off 16 bytes,
+# without dx, 513 6.0 → 5.0, 2047 6.9 → 5.2, LayerNorm 6.7 → 5.6, 7.5 → 5.7).
 COLUMN_BLOCKS_ONE_ROW = 4096
 
 
@@ -169,8 +186,10 @@ def column_blocks_grid(
 
     for most in (COLUMN_BLOCKS, COLUMN_BLOCKS // 2, COLUMN_BLOCKS // 4):
         found = _column_blocks(config, problem, most * together)
-        if _is_usual(config, problem):
-            shared = _shared_column_blocks(config, problem, found, blocks_at_once, most, device)
+        shared = _shared_column_blocks(config, problem, found, blocks_at_once, most, device)
+        if _is_float32(config, problem):
+            found = shared or found
+        elif _is_usual(config, problem):
             if shared or walkers_beside(found, most) < steps:
                 aim = together * _aimed_column_blocks(config, problem, together, device)
                 found = shared or _column_blocks(config, problem, max(aim, most * together), aim)
@@ -197,8 +216,36 @@ def _is_usual(config: BackwardConfig, problem: NormProblem, most_slabs: int = 4)
     return two_bytes and "VECTOR=1" in config.definitions and config.slabs <= most_slabs and not config.gang
 
 
+def _is_float32(config: BackwardConfig, problem: NormProblem) -> bool:
+    """All float32, on 16 bytes, with dx, in clusters of up to eight or none: timed, too."""
+    four_bytes = problem.x_dtype.name == "float32" == name_of(problem.dy_dtype)
+    timed = four_bytes and "VECTOR=1" in config.definitions and config.slabs <= 8 and not config.gang
+    return timed and problem.want_dx and (problem.norm == "rmsnorm" or kernels_sum_db(problem))
+
+
+def _float32_bytes(config: BackwardConfig, problem: NormProblem) -> int:
+    sums_db = kernels_sum_db(problem)
+    if config.per_thread == columns_per_thread("float32"):
+        return FLOAT32_SHORT_BYTES[sums_db]
+    if config.per_thread == 24:
+        return FLOAT32_24_COLUMNS_BYTES
+    if config.slabs >= FLOAT32_CLUSTERS[sums_db]:
+        return FLOAT32_CLUSTERS_BYTES[sums_db]
+    if _has_large_steps(config, problem):
+        return FLOAT32_LARGE_STEPS_BYTES
+    as_rmsnorm = config.groups == 1 and config.slabs <= 2 and config.per_thread == 40
+    return FLOAT32_BYTES[sums_db and not as_rmsnorm]
+
+
+def _has_large_steps(config: BackwardConfig, problem: NormProblem) -> bool:
+    """Of float32: a warp with 32 columns a thread for each of a block's rows, of which RMSNorm has eight."""
+    return not kernels_sum_db(problem) and config.per_thread == 32 and config.group_threads == WARP
+
+
 def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) -> int:
     slow, sums_db, alone = device.has_slow_memory, kernels_sum_db(problem), config.groups == 1
+    if _is_float32(config, problem):
+        return _float32_bytes(config, problem)
     timed = problem.norm == "rmsnorm" or sums_db
     if not timed or not _is_usual(config, problem):
         if timed and problem.want_dx and slow and config.slabs == 8 and _is_usual(config, problem, most_slabs=8):
@@ -207,7 +254,7 @@ def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) ->
     if problem.columns <= SHARED_MEDIUM_COLUMNS or not problem.want_dx:
         return COLUMN_BLOCKS_BYTES
     if not slow:
-        long = not sums_db and (alone or problem.columns >= LONG_COLUMNS) and config.per_thread != 24
+        long = (alone or problem.columns >= LONG_COLUMNS) and config.per_thread != 24
         return LONG_COLUMN_BLOCKS_BYTES if long else COLUMN_BLOCKS_BYTES
     full = config.slab_columns == config.per_thread * config.group_threads
     if alone and not sums_db and not full:
@@ -220,8 +267,10 @@ def _shared_column_blocks(
     config: BackwardConfig, problem: NormProblem, narrow: _ColumnBlocks, blocks_at_once: int, most: int, device: Device
 ) -> _ColumnBlocks | None:
     """Of wide slices, whose rows several blocks share; None where slices of a block each, as `narrow`, do as well."""
-    slow, sums_db = device.has_slow_memory, kernels_sum_db(problem)
+    slow, sums_db, float32 = device.has_slow_memory, kernels_sum_db(problem), _is_float32(config, problem)
     columns, data = problem.columns, data_bytes(problem)
+    if not float32 and not _is_usual(config, problem):
+        return None
     least_rows = SHARED_LEAST_ROWS[min(narrow.sectors, 3) - 1] * STAGED_MAX_THREADS / config.threads
     if config.slabs > 1 or narrow.rows <= least_rows or columns > SHARED_MOST_COLUMNS:
         return None
@@ -237,7 +286,11 @@ def _shared_column_blocks(
         rows = divide_up(problem.rows * threads, config.threads * parts)
         return _ColumnBlocks(slices * parts, threads, parts, rows, lines * LINE_BYTES // SECTOR_BYTES)
 
-    if blocks_at_once > device.multiprocessors:
+    several = blocks_at_once > device.multiprocessors
+    if float32:
+        lines = 4 if _has_large_steps(config, problem) else 2
+        return of(lines, FLOAT32_SHARED_BLOCKS_OF_SEVERAL if several else FLOAT32_SHARED_BLOCKS)
+    if several:
         most_bytes, most_with_db = SHARED_SHORT_BYTES[slow]
         if data <= most_bytes:
             return of(1, SHARED_SHORT_BLOCKS[data > SHARED_SHORT_FEW_BYTES], powers=True)
@@ -265,7 +318,7 @@ def _aimed_column_blocks(config: BackwardConfig, problem: NormProblem, together:
     slow, sums_db, data = device.has_slow_memory, kernels_sum_db(problem), data_bytes(problem)
     least, more, most = AIMED_COLUMN_BLOCKS[slow][sums_db]
     if slow and config.slabs == 4:
-        most = SLOW_MOST_AIMED_OF_FOUR[sums_db]
+        most = SLOW_AIMED_24[False] if config.per_thread == 24 else SLOW_MOST_AIMED_OF_FOUR[sums_db]
     elif slow and not sums_db and config.per_thread == 24:
         least = most = SLOW_AIMED_24[data > SLOW_MANY_BYTES]
     elif slow and not sums_db:
@@ -314,6 +367,8 @@ def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, aim:
 def _most_rows(found: _ColumnBlocks, config: BackwardConfig, problem: NormProblem, device: Device) -> float:
     """Of a thread of these."""
     width = min(found.sectors, 3) - 1
+    if _is_float32(config, problem):
+        return math.inf  # by bytes alone
     if not problem.want_dx:
         return COLUMN_BLOCK_ROWS_ALONE[width]
     sums_db, slow = kernels_sum_db(problem), device.has_slow_memory

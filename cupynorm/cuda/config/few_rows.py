@@ -28,7 +28,8 @@ FEW_ROWS_MOST_COLUMNS = 32  # of a thread of backward_staged.cu's: kSumsByVector
 FEW_ROWS_MOST_THREADS = 512  # kMostThreads: of a block, and of those that a multiprocessor has at once
 # A thread has as few vectors as may be. An H100, LayerNorm, 1x4096, with two 5.9 us, with one 5.7.
 FEW_ROWS_VECTORS = (1, 2, 4)
-FEW_ROWS_SHORT_THREADS = (128, 256)  # of a block of several rows: as few as sum the columns without many rows each
+# Where rows take a warp or less, the fewer of these with which no thread of a column block has many rows.
+FEW_ROWS_SHORT_THREADS = (128, 256)
 # Of a column block's thread. An H100, RMSNorm, N=128, in blocks of 256 threads, 800 rows, 6.2 each, 6.7 → 6.4 us, 1200
 # rows, 9.4 each, 7.7 → 7.5 (LayerNorm 7.9 → 8.0), 1600 7.9 → 8.4.
 FEW_ROWS_SUMMED = 8
