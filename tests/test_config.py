@@ -279,6 +279,27 @@ def test_rows_off_16_bytes_fill_the_lanes_of_their_warps(columns, per_thread, gr
     assert defined(other, "COLUMNS_PER_THREAD") == 16
 
 
+@pytest.mark.parametrize(
+    ("norm", "rows", "columns", "device", "warps"),
+    [
+        ("rmsnorm", 16650, 1001, "sm_90", 12),
+        ("rmsnorm", 166500, 897, "sm_90", 12),
+        ("rmsnorm", 4162, 1001, "sm_90", 8),  # few steps
+        ("rmsnorm", 166500, 1001, "sm_90_slow", 8),
+        ("rmsnorm", 166500, 1001, "sm_100", 8),
+        ("layernorm", 166500, 1001, "sm_90", 8),
+        ("rmsnorm", 81420, 2047, "sm_90", 8),
+        ("rmsnorm", 166500, 1100, "sm_90", 8),  # 36 columns a thread
+        ("rmsnorm", 166500, 801, "sm_90", 8),  # 28
+    ],
+)
+def test_rows_of_one_warp_off_16_bytes_have_more_warps_where_memory_is_fast(norm, rows, columns, device, warps):
+    chosen = config.backward_config(
+        backward(columns, "bfloat16", "bfloat16", rows=rows, norm=norm), False, DEVICES[device]
+    )
+    assert chosen.threads * blocks_at_once(chosen, DEVICES[device]) == 32 * warps
+
+
 @pytest.mark.parametrize("gap", [0, 1, 40])
 def test_a_warps_rows_are_turned_where_that_spreads_them_over_the_banks(gap):
     """What lanes read at the same time: of each row the same column of their quarters, by all of the row's lanes."""
@@ -1566,7 +1587,7 @@ def test_slow_memory_changes_no_sum_of_a_row(norm, name):
         if chosen[1].gang and chosen[0].cluster == 16:
             continue
         for other in chosen:
-            same = {"lead": 0, "paced_steps": 0, "stages": 0, "shared_bytes": 0, "threads": 0}
+            same = {"lead": 0, "paced_steps": 0, "stages": 0, "shared_bytes": 0, "threads": 0, "step_counters": 0}
             assert other._replace(**same) == chosen[0]._replace(**same), (columns, aligned)
         chosen = [config.forward_config(forward_of(problem), aligned, device) for device in (fast, slow)]
         kept = [text for text in chosen[1].definitions if text != "DRAW_SHORT_ROWS=1"]

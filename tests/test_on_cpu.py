@@ -522,12 +522,14 @@ def test_no_more_threads_at_once_than_kernels_have_registers_for(tmp_path: Path)
     start, end = "constexpr int kColumnBytes", "constexpr int kThreadsAtOnce"
     constants = source[source.index(start) : source.index(";", source.index(end)) + 1]
     cases = [
-        (capability, x, db, vector, per_thread)
-        for capability, x, db, vector in product((9, 10, 12), ("bfloat16", "float32", "float64"), *[(False, True)] * 2)
+        (capability, x, norm, db, vector, per_thread)
+        for capability, x, norm, db, vector in product(
+            (9, 10, 12), ("bfloat16", "float32", "float64"), NORMS, *[(False, True)] * 2
+        )
         for per_thread in ((8, 16) if x == "float64" else (12, 16, 20, 24, 28, 32, 36, 40))
     ]
     lines = ["#include <cstdio>", "constexpr int kMaxThreads = 256;"]
-    for number, (capability, x, db, vector, per_thread) in enumerate(cases):
+    for number, (capability, x, norm, db, vector, per_thread) in enumerate(cases):
         whole_warps = per_thread > config.common.columns_per_thread(x)
         lines += [
             f"namespace case_{number} {{",
@@ -535,6 +537,7 @@ def test_no_more_threads_at_once_than_kernels_have_registers_for(tmp_path: Path)
             f"#define __CUDA_ARCH__ {100 * capability}",
             f"constexpr int kColumnsPerThread = {per_thread}, kVector = {4 if vector else 1};",
             f"constexpr bool kWantDb = {int(db)}, kWholeWarps = {int(whole_warps)};",
+            f"constexpr bool kLayerNorm = {int(norm == 'layernorm')}, kSumsColumns = true;",
             f"struct X {{ char bytes[{config.common.ITEMSIZE[x]}]; }};",
             f"struct Compute {{ char bytes[{config.common.compute_itemsize(x)}]; }};",
             constants,
@@ -547,9 +550,12 @@ def test_no_more_threads_at_once_than_kernels_have_registers_for(tmp_path: Path)
     subprocess.run([str(COMPILER), "-std=c++17", f"{program}.cpp", "-o", str(program)], check=True)
     found = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.split()
     for case, most in zip(cases, found, strict=True):
-        capability, x, db, vector, per_thread = case
-        device = config.Device((capability, 0), 132, 232448)
-        assert config.backward._threads_at_once(("layernorm", x, x, db, vector), per_thread, device) <= int(most), case
+        capability, x, norm, db, vector, per_thread = case
+        device, kind = config.Device((capability, 0), 132, 232448), (norm, x, x, db, vector)
+        assert config.backward._threads_at_once(kind, per_thread, device) <= int(most), case
+        split = config.backward._Split(kind, per_thread, 32, 1, 32 * per_thread, True, False, False)
+        if config.backward._takes_many_warps(split, device):
+            assert int(most) == 32 * config.backward.MANY_WARPS, case
 
 
 def test_what_is_written_in_place_of_ptx() -> None:
