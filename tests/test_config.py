@@ -300,6 +300,29 @@ def test_rows_of_one_warp_off_16_bytes_have_more_warps_where_memory_is_fast(norm
     assert chosen.threads * blocks_at_once(chosen, DEVICES[device]) == 32 * warps
 
 
+@pytest.mark.parametrize(
+    ("norm", "columns", "name", "stages"),
+    [
+        ("rmsnorm", 8191, "bfloat16", (4, 3)),
+        ("rmsnorm", 9001, "float16", (4, 3)),
+        ("rmsnorm", 33001, "bfloat16", (4, 3)),
+        ("rmsnorm", 4095, "bfloat16", (3, 3)),
+        ("rmsnorm", 10001, "bfloat16", (3, 3)),  # 40 columns a thread
+        ("rmsnorm", 65537, "bfloat16", (3, 3)),  # in clusters of eight
+        ("rmsnorm", 8191, "float32", (3, 3)),
+        ("layernorm", 1001, "bfloat16", (4, 3)),
+        ("layernorm", 4095, "bfloat16", (4, 3)),
+        ("layernorm", 16385, "bfloat16", (4, 3)),
+        ("layernorm", 3001, "bfloat16", (3, 3)),  # 24
+        ("layernorm", 65537, "bfloat16", (3, 3)),
+    ],
+)
+def test_a_stage_more_off_16_bytes_where_memory_is_fast(norm, columns, name, stages):
+    problem = backward(columns, name, name, norm=norm)
+    found = tuple(config.backward_config(problem, False, DEVICES[which]).stages for which in ("sm_90", "sm_90_slow"))
+    assert found == stages
+
+
 @pytest.mark.parametrize("gap", [0, 1, 40])
 def test_a_warps_rows_are_turned_where_that_spreads_them_over_the_banks(gap):
     """What lanes read at the same time: of each row the same column of their quarters, by all of the row's lanes."""
