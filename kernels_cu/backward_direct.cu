@@ -59,13 +59,15 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
     for (int64 first_row = int64(blockIdx.x) * groups; first_row < a.rows; first_row += step) {
         const int64 row = first_row + group;
         if constexpr (kLoadAhead) load(next, row + step);
-        Sums<Compute> sums = {Compute(0), Compute(0)};
+        Sums<Compute> of_quarters[kVectors / kQuarter] = {};
         if (row < a.rows) {
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
-                first_half<true, true>(sums, &column_sums, k, current.x[k], current.dy[k], w, current.statistics);
+                first_half<true, true>(of_quarters[k / kQuarter], &column_sums, k, current.x[k], current.dy[k], w,
+                                       current.statistics);
             }
         }
+        Sums<Compute> sums = sum_quarters(of_quarters);
         if (a.dx) {
             group_sum.all<kLayerNorm>(sums, a.group_threads, buffer);
             const RowCoefficients coefficients(sums, reciprocal_columns, current.statistics);

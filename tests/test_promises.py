@@ -137,7 +137,7 @@ def short_row_cases(backend: str) -> list[Case]:
     """Rows several of which a block has on the GPU: there the route depends on how far apart they lie."""
     return [
         Case(norm, 1000, columns, x, "float32", x, seed=columns)
-        for columns, norm, x in itertools.product((8, 33, 96, 150, 290, 350, 384, 512, 700, 1300), NORMS, DTYPES)
+        for columns, norm, x in itertools.product((8, 33, 96, 129, 150, 290, 350, 384, 512, 700, 1300), NORMS, DTYPES)
     ]
 
 
