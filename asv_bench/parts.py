@@ -40,25 +40,26 @@ NO_SUMS = (
     (
         """            if (now.active) {
                 staged_row(now.place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool) {
-                    first_half<true, kSumsColumns>(partial, &column_sums, k, x, dy, w, now.row);
+                    first_half<true, kSumsColumns>(of_quarters[k / kQuarter], &column_sums, k, x, dy, w, now.row);
                 });
             }
+            const Sums<Compute> partial = sum_quarters(of_quarters);
             if constexpr (kGang) exchange.settle(j - kBehind, asked);
             now.posted = exchange.post(partial, j, share.thread);
 """,
-        "            now.posted = partial;\n",
+        "            now.posted = sum_quarters(of_quarters);\n",
     ),
     ("        if constexpr (kGang) exchange.send(j, walk.end);\n", ""),
 )
 COPIES = (
     (
-        "second_half(dx + k * own.step(), holds, k, x, dy, w, before.row, coefficients);",
+        "second_half(dx + at.offset(k), holds, k, x, dy, w, before.row, coefficients);",
         """XVector sum;
                 const auto *a = reinterpret_cast<const unsigned*>(x.words);
                 const auto *b = reinterpret_cast<const unsigned*>(dy.words);
 #pragma unroll
                 for (int i = 0; i < XVector::kBytes / 4; ++i) reinterpret_cast<unsigned*>(sum.words)[i] = a[i] + b[i];
-                if (holds) sum.store_streaming(dx + k * own.step());""",
+                if (holds) sum.store_streaming(dx + at.offset(k));""",
     ),
     ("now.row = statistics.of(a, first_row, walk.step, j);", "now.row.rstd = 1;"),
     ("    statistics.load_next(a, first_row, walk.step, 0);\n", ""),

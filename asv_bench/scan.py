@@ -1,13 +1,14 @@
-"""Column blocks: every number of them, and none, timed by turns in one process on a CUDA device.
+"""Column blocks: several numbers of them, and none, timed by turns in one process on a CUDA device.
 
     python asv_bench/scan.py [--only N,…] [--sizes MB,…] [--dtype NAME] [--blocks N,…] [--csv FILE]
 
 Where there is little data, blocks of their own sum dw and db down the columns beside those that walk the rows
 (column_blocks.cuh). How many, how wide a slice of columns each takes, and whether several share a slice's rows, is
 chosen by cupynorm/cuda/config/column_blocks.py, whose limits come from this: "chosen" is what it chooses, "none" a
-launch in which the walkers sum dw and db, too, "best" the fastest of all, which the CSV file has one by one. A grid is
-walkers + column blocks (threads of a block side by side, and blocks that share a slice). What runs is checked: any grid
-must give the sums that the chosen one gives, within what another order of them makes out.
+launch as it would be if there were none, "best" the fastest of all, which the CSV file has one by one. About the
+numbers of --blocks are tried, in slices of a power of two of sectors; what is chosen may have slices of other widths.
+A grid is walkers + column blocks (threads of a block side by side, and blocks that share a slice). What runs is
+checked: any grid must give the sums that the chosen one gives, within what another order of them makes out.
 
 With --multiprocessors N the device has no more than these (occupy.py): 92 of an H100's 132, with 0.7 of the data, stand
 in for an H200, but not for rows that clusters share, which then find no room.
@@ -85,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
             lines.append([*start, *summary(timed)])
         if target:
             report.write_rows(target, ALL_HEAD, all_lines)
-    print(f"{bench.device_name(cupy)}; {options.dtype}, w in float32\n")
+    print(f"{bench.device_name(cupy)}; {rows[0].case.dtypes}\n")
     print(report.table(HEAD, lines))
     return 0
 
@@ -113,10 +114,12 @@ def scan(case: bench.Case, inputs: dict[str, Any], options: argparse.Namespace, 
         times: dict[Grid, list[float]] = {grid: [] for grid in plans}
         for plan, _ in plans.values():
             dispatch.plan_of = plan
+            for array in inputs["out"]:
+                array.fill(float("nan"))  # which stays where a grid writes nothing
             for result, other in zip(expected, bench.call(case, inputs), strict=True):
                 check_same(result, other, cupy)
-        with occupy.occupied(cupy, options.multiprocessors) if options.multiprocessors else nullcontext():
-            for _ in range(options.rounds):
+        for _ in range(options.rounds):
+            with occupy.occupied(cupy, options.multiprocessors) if options.multiprocessors else nullcontext():
                 for grid in random.sample(list(plans), len(plans)):
                     dispatch.plan_of = plans[grid][0]
                     times[grid].append(bench.time_call(lambda: bench.call(case, inputs), cupy) * 1e6)
@@ -134,10 +137,11 @@ def check_same(result: Any, other: Any, cupy: Any) -> None:
 def plans_of(case: bench.Case, inputs: dict[str, Any], blocks: Sequence[int]) -> dict[Grid, tuple[Any, str]]:
     """A cache of plans, with one in it, for each grid, and what kind of grid that is."""
     from cupynorm import dispatch
-    from cupynorm.cuda.config import walkers
+    from cupynorm.cuda.config import backward, walkers
 
     found: dict[Grid, tuple[Any, str]] = {}
-    usual, seen = walkers.column_blocks_grid, []
+    usual = walkers.column_blocks_grid, backward.has_column_blocks, dispatch.plan_of
+    seen: list[Any] = []
 
     def plan_by(column_blocks_grid: Any, kind: str) -> None:
         def noted(*arguments: Any) -> Any:
@@ -145,6 +149,7 @@ def plans_of(case: bench.Case, inputs: dict[str, Any], blocks: Sequence[int]) ->
             return column_blocks_grid(*arguments)
 
         walkers.column_blocks_grid = noted
+        backward.has_column_blocks = (lambda *_: False) if kind == "none" else usual[1]
         dispatch.plan_of = functools.lru_cache(maxsize=1, typed=True)(dispatch.plan_of.__wrapped__)
         bench.call(case, inputs)
         if not seen:
@@ -154,13 +159,13 @@ def plans_of(case: bench.Case, inputs: dict[str, Any], blocks: Sequence[int]) ->
         found[grid] = plan, f"{kinds} {kind}".strip()
 
     try:
-        plan_by(usual, "chosen")
+        plan_by(usual[0], "chosen")
+        for grid in list(grids(*seen, blocks)) if seen else ():
+            plan_by(lambda *_, grid=grid: grid, "")
         if seen:
             plan_by(lambda *_: None, "none")
-        for grid in grids(*seen, blocks) if seen else ():
-            plan_by(lambda *_, grid=grid: grid, "")
     finally:
-        walkers.column_blocks_grid = usual
+        walkers.column_blocks_grid, backward.has_column_blocks, dispatch.plan_of = usual
     return found
 
 
@@ -193,7 +198,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     from cupynorm import cli
 
     megabytes, count = ((lambda text, kind=kind: cli.positive(text, kind)) for kind in (float, int))
-    parser = cli.Parser(prog="scan.py", description="Time backward calls with every number of column blocks.")
+    parser = cli.Parser(prog="scan.py", description="Time backward calls with several numbers of column blocks.")
     parser.add_argument("--only", type=listed(count), default=COLUMNS, metavar="N,…", help="default: 512 to 16384")
     parser.add_argument("--sizes", type=listed(megabytes), default=SIZES, metavar="MB,…", help="default: 6,12,25,50")
     parser.add_argument("--dtype", type=cli.dtype, default="bfloat16", help="of x and dy; default: bfloat16")

@@ -40,41 +40,84 @@ def inputs_of(device: FakeDevice, norm: str, rows: int, columns: int, dtype: str
     ("rows", "columns", "dtype"), [(2035, 1024, "float32"), (1017, 4096, "float16"), (254, 16384, "float32")]
 )
 def test_every_grid_is_launched_as_it_is_named(
-    device: FakeDevice, norm: str, rows: int, columns: int, dtype: str
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch, norm: str, rows: int, columns: int, dtype: str
 ) -> None:
-    usual, plan_of = config.walkers.column_blocks_grid, dispatch.plan_of
+    before = config.walkers.column_blocks_grid, config.backward.has_column_blocks, dispatch.plan_of
     case = bench.case(f"{norm}_backward", rows, columns, dtype)
     inputs = inputs_of(device, norm, rows, columns, dtype)
     plans = scan.plans_of(case, inputs, (32, 64))
-    dispatch.plan_of = plan_of
-    assert config.walkers.column_blocks_grid is usual
+    assert (config.walkers.column_blocks_grid, config.backward.has_column_blocks, dispatch.plan_of) == before
     kinds = [kind for _, kind in plans.values()]
     assert sum("chosen" in kind for kind in kinds) == 1
     assert sum("none" in kind for kind in kinds) == 1
     assert len(plans) > 2
     for grid, (plan, _) in plans.items():
-        dispatch.plan_of = plan
-        try:
-            bench.call(case, inputs)
-        finally:
-            dispatch.plan_of = plan_of
+        monkeypatch.setattr(dispatch, "plan_of", plan)
+        bench.call(case, inputs)
         named = device.launched[-1].named()
-        assert (named.partial_rows, named.column_blocks, named.row_parts) == (
-            grid.walkers,
-            grid.column_blocks,
-            grid.row_parts,
-        )
-        assert named.column_threads == grid.column_threads
+        launched = named.partial_rows, named.column_blocks, named.column_threads, named.row_parts
+        assert launched == tuple(grid)
         assert plan.cache_info().misses == 1, "timed as it was planned"
 
 
+@pytest.mark.parametrize("columns", [1536, 3072])
+def test_none_has_the_blocks_that_there_would_be(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """24 columns a thread of 16-bit types take larger blocks only where column blocks pay beside them."""
+    rows = 25_000_000 // (6 * columns)
+    case = bench.case("layernorm_backward", rows, columns, "float16")
+    inputs = inputs_of(device, "layernorm", rows, columns, "float16")
+    plans = scan.plans_of(case, inputs, ())
+    threads = {}
+    for grid, (plan, kind) in plans.items():
+        monkeypatch.setattr(dispatch, "plan_of", plan)
+        bench.call(case, inputs)
+        named = device.launched[-1].named()
+        threads[kind] = named.groups * named.group_threads
+        assert bool(grid.column_blocks) == (kind == "chosen")
+    assert threads == {"chosen": 256, "none": 128}
+
+
 def test_few_rows_have_no_grid(device: FakeDevice) -> None:
-    plan_of = dispatch.plan_of
     case = bench.case("rmsnorm_backward", 8, 1024, "float16")
-    try:
-        assert scan.plans_of(case, inputs_of(device, "rmsnorm", 8, 1024, "float16"), (32, 64)) == {}
-    finally:
-        dispatch.plan_of = plan_of
+    assert scan.plans_of(case, inputs_of(device, "rmsnorm", 8, 1024, "float16"), (32, 64)) == {}
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_row_is_timed_by_turns_once_it_is_checked(monkeypatch: pytest.MonkeyPatch, idle: bool) -> None:
+    """By stand-ins: two plans, of which the second, if idle, writes nothing."""
+    before = dispatch.plan_of
+    one, other = config.Grid(100), config.Grid(68, 64, 4)
+    monkeypatch.setattr(scan, "plans_of", lambda *_: {one: ("one", "none"), other: ("other", "chosen")})
+    timed: list[str] = []
+
+    def call(case: bench.Case, inputs: dict[str, Any]) -> Any:
+        if "out" not in inputs:
+            return (np.ones((2, 8), np.float32), np.ones(8, np.float32))
+        for array in inputs["out"] if not (idle and dispatch.plan_of == "other") else ():
+            array[...] = 1
+        return inputs["out"]
+
+    def time_call(function: Any, xp: Any) -> float:
+        timed.append(dispatch.plan_of)
+        return (5 if dispatch.plan_of == "one" else 3) * 1e-6 * len(timed)
+
+    monkeypatch.setattr(bench, "call", call)
+    monkeypatch.setattr(bench, "time_call", time_call)
+    options = scan.parse(["--rounds", "3"])
+    case = bench.case("rmsnorm_backward", 2, 8, "float32")
+    if idle:
+        with pytest.raises(ArithmeticError, match="differs from that of the chosen grid"):
+            scan.scan(case, {}, options, np)
+    else:
+        found = scan.scan(case, {}, options, np)
+        assert [(time.grid, time.kind) for time in found] == [(one, "none"), (other, "chosen")]
+        assert sorted(timed) == ["one"] * 3 + ["other"] * 3
+        assert {frozenset(timed[i : i + 2]) for i in (0, 2, 4)} == {frozenset(("one", "other"))}
+        first = [timed.index("one") + 1, timed.index("other") + 1]
+        assert [time.microseconds for time in found] == pytest.approx([5 * first[0], 3 * first[1]])
+    assert dispatch.plan_of is before
 
 
 @pytest.mark.parametrize("columns", [384, 1024, 4096, 5120, 16384, 32768])
