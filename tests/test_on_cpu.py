@@ -283,14 +283,16 @@ def test_slices_of_any_width(
     check_backward(case, tensors, run(device, results, "backward_staged"))
 
 
-@pytest.mark.parametrize("w", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "w"), [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")])
 @pytest.mark.parametrize(
     ("rows", "columns", "gap"), [(2000, 128, 0), (2000, 128, 8), (3600, 392, 0), (3600, 392, 8), (1450, 1024, 0)]
 )
 @pytest.mark.parametrize("norm", NORMS)
-def test_blocks_that_share_rows(device: KernelsOnCpu, norm: str, rows: int, columns: int, gap: int, w: str) -> None:
+def test_blocks_that_share_rows(
+    device: KernelsOnCpu, norm: str, rows: int, columns: int, gap: int, name: str, w: str
+) -> None:
     """With all masks, in turn; counters are zero afterwards, and dx has the same bits."""
-    case = case_of(norm, rows, columns, "bfloat16", "", w)
+    case = case_of(norm, rows, columns, name, "", w)
     tensors = make_case(np, case)
     placed = on_device(device, tensors, gap)
     masks = [(True, True), (True, False), (True, True)]
@@ -301,7 +303,8 @@ def test_blocks_that_share_rows(device: KernelsOnCpu, norm: str, rows: int, colu
         results = backward(norm, placed, has_bias=case.has_bias, output_mask=mask)
         named = device.launched[-1].named()
         shares = getattr(named, "row_parts", 1) > 1  # dx alone of 128 columns is the kernel's for few rows
-        assert shares == any(mask[1:])
+        # Nor does float32 where LayerNorm sums dw without db.
+        assert shares == (mask[-1] if name == "float32" else any(mask[1:]))
         ran = run(device, results, *BACKWARD)
         if shares:
             assert not np.ctypeslib.as_array(
