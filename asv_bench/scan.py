@@ -174,19 +174,20 @@ def grids(
 ) -> Iterator[Grid]:
     """With about so many column blocks, slices of a power of two of sectors, and the walkers that have room beside."""
     from cupynorm.cuda.config import Grid, column_blocks
+    from cupynorm.cuda.config.common import divide_up
 
     if config.route != "staged":
         return
     room = blocks_at_once * config.slabs
-    steps = -(-problem.rows // config.groups)
+    steps = divide_up(problem.rows, config.groups)
     for threads in SLICE_THREADS:
-        slices = -(-problem.columns // (threads * column_blocks._vector(config, problem)))
+        slices = divide_up(problem.columns, threads * column_blocks._vector(config, problem))
         shares = threads >= SHARED_LEAST_THREADS and config.slabs == 1
         for wanted in blocks:
             parts = max(1, round(wanted / slices)) if shares else 1
             if threads > config.threads or abs(slices * parts - wanted) > NEAR * wanted:
                 continue
-            number = -(-slices * parts // config.cluster) * config.cluster
+            number = divide_up(slices * parts, config.cluster) * config.cluster
             walkers = min(steps, (room - number) // config.slabs)
             if walkers > 0:
                 yield Grid(walkers, number, threads, parts)

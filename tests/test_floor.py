@@ -26,14 +26,6 @@ def test_the_kernel_compiles_and_takes_what_is_packed() -> None:
         pytest.fail(nvrtc.getProgramLog(program))
 
 
-def test_without_a_device_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from cupynorm import cli
-
-    monkeypatch.setattr(cli, "usable_cupy", lambda: (None, "none here"))
-    assert floor.main([]) == 2
-    assert "a CUDA device and CuPy are needed: none here" in capsys.readouterr().err
-
-
 def test_the_bounds_are_those_of_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floor, "step_us", lambda cupy, norm, columns, blocks, last: 3.0 + last)
     monkeypatch.setattr(floor.bench, "measure_triad", lambda *_: SimpleNamespace(seconds=9.75e-6))

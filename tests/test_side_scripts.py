@@ -1,5 +1,5 @@
 """asv_bench/compare.py, assembly.py and counters.py: trees side by side, timed and compiled, and what a stand-in for
-Nsight Compute reports."""
+Nsight Compute reports. And how floor.py, parts.py and scan.py refuse what they cannot do."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ import assembly
 import compare
 import compiling
 import counters
+import floor
 import numpy as np
+import parts
 import pytest
 import roofline
+import scan
 from fake_device import FakeDevice
 from helpers import assert_one_line_of_error, exit_status
 
@@ -395,3 +398,32 @@ def test_under_the_profiler_each_row_ends_with_its_triad(tmp_path: Path, monkeyp
         for op in ("rmsnorm_backward", "layernorm_backward")
         for step in (op, "triad", "start", op, "triad", "stop")
     ]
+
+
+# --- floor.py, parts.py, scan.py --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        (parts, ["--only", "0"], "0"),
+        (parts, ["--sizes", "x"], "'x'"),
+        (parts, ["--sizes", "25,"], "''"),
+        (scan, ["--only", "0"], "0"),
+        (scan, ["--blocks", "x"], "'x'"),
+        (scan, ["--rounds", "0"], "0"),
+        (scan, ["--dtype", "int8"], "int8"),
+    ],
+)
+def test_bad_arguments(script: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status(script.main, arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [floor, parts, scan])
+def test_without_a_device_it_says_so(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "usable_cupy", lambda: (None, "none here"))
+    assert exit_status(script.main, []) == 2
+    assert_one_line_of_error(capsys, ["a CUDA device and CuPy are needed: none here"])
