@@ -181,7 +181,7 @@ def grids(
     room = blocks_at_once * config.slabs
     steps = divide_up(problem.rows, config.groups)
     for threads in SLICE_THREADS:
-        slices = divide_up(problem.columns, threads * column_blocks._vector(config, problem))
+        slices = divide_up(problem.columns, threads * column_blocks.vector_of(config, problem))
         shares = threads >= SHARED_LEAST_THREADS and config.slabs == 1
         for wanted in blocks:
             parts = max(1, round(wanted / slices)) if shares else 1

@@ -8,6 +8,7 @@ only ask what depends on addresses and on the moment: overlaps, the current devi
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -132,6 +133,11 @@ def _spec_of(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: Any
     return ArraySpec(shape, strides, dtype, *others)
 
 
+def _allocated_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """What an array takes of CuPy's pool: a multiple of 512."""
+    return -(-math.prod(shape) * dtype.itemsize // 512) * 512
+
+
 class Plan:
     """Everything about a call that depends neither on addresses nor on the moment. It refers to no array."""
 
@@ -156,6 +162,10 @@ class Plan:
             if name in results
         }
         self._new = [place for place in places.values() if place[0] >= len(specs) or specs[place[0]] is None]
+        # The last two, dw and db, or mean and rstd, are small; of one shape and dtype, they share an allocation.
+        paired = len(self._new) >= 2 and self._new[-2][2:] == self._new[-1][2:]
+        self._alone, self._pair = (self._new[:-2], self._new[-2:]) if paired else (self._new, [])
+        self._apart = _allocated_bytes(*self._new[-1][2:]) if paired else 0
         self._stand_ins = [place for name, place in places.items() if name in problem.copies]
         self._copied = [position for position, name in enumerate(operation.inputs) if name in problem.copies]
         self._copies = bool(problem.copies)
@@ -188,9 +198,13 @@ class Plan:
         home = self.home
         results = [*targets] or self._no_targets.copy()
         operands += self._no_operands
-        for operand, result, shape, dtype in self._new:
+        for operand, result, shape, dtype in self._alone:
             results[result] = array = home.empty(shape, dtype)
             operands[operand] = home.operand(array)
+        if self._pair:
+            (operand, result, shape, dtype), (other_operand, other_result, *_) = self._pair
+            results[result], results[other_result] = array, other = home.empty_pair(shape, dtype, self._apart)
+            operands[operand], operands[other_operand] = home.operand(array), home.operand(other)
         if self._copies:
             self._work_on_copies(operands, views)
         else:

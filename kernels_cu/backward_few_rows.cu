@@ -121,7 +121,7 @@ __device__ inline void write_sums(const FewRowsArguments& a, int block) {
     x_packed.unpack(x);
     dy_packed.unpack(dy);
 #pragma unroll
-    for (int v = 0; v < kVector; ++v) {  // added to zero, as elsewhere: of -0 and of a subnormal number +0 comes out
+    for (int v = 0; v < kVector; ++v) {  // added to zero, as elsewhere: -0 becomes +0
         dw[v] += dy[v] * row.centred(x[v]) * row.rstd;
         db[v] += dy[v];
     }

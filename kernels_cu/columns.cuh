@@ -27,7 +27,11 @@ constexpr bool kReadsAll = kVector == 1 && kWholeWarps && !SHORT_ROWS;
 // four of N=129 do, 258 bytes apart, they are turned: a row's lanes begin some quarters of their columns later than those of the row
 // before, and end with the first. What is summed over quarters, and then over quarters that lie two apart, has the same bits
 // whatever the turn. An H100, N=129, 1 GB: on eight lanes 491 → 426 us, LayerNorm 505 → 438, on sixteen, with 12 columns, 471, 518.
-constexpr bool kTurns = kVector == 1 && !kWholeWarps && kColumnsPerThread == 20;
+#ifndef TURN_ROWS
+#define TURN_ROWS 0
+#endif
+constexpr bool kTurns = TURN_ROWS;
+static_assert(!kTurns || (kVector == 1 && !kWholeWarps && kColumnsPerThread % 4 == 0), "a thread's columns make four quarters");
 constexpr int kQuarter = kTurns ? kVectors / 4 : kVectors;
 
 // One thread's columns: `kVectors` vectors. A warp's columns follow one another, and it reads consecutive memory. Where the

@@ -119,6 +119,7 @@ class FakeDevice:
         monkeypatch.setattr(launch, "_malloc_async", lambda size: self._allocate("graph", size))
         monkeypatch.setattr(launch, "_current_stream", lambda: self.stream)
         monkeypatch.setattr(arrays.device_home(), "empty", self._new)
+        monkeypatch.setattr(arrays.device_home(), "_alloc", lambda size: self._allocate("result", size))
         monkeypatch.setattr(arrays.device_home(), "_current_device", lambda: self.current)
         monkeypatch.setattr(launch, "device_of", functools.cache(launch.device_of.__wrapped__))
         plans = functools.lru_cache(maxsize=dispatch.plan_of.cache_info().maxsize, typed=True)

@@ -62,6 +62,7 @@ class KernelsOnCpu(FakeDevice):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         super().__init__(monkeypatch)
+        from cupynorm import arrays
         from cupynorm.cuda import driver
 
         self._folder = folder
@@ -74,6 +75,7 @@ class KernelsOnCpu(FakeDevice):
             return over(launch, x, y, cooperative)
 
         monkeypatch.setattr(driver.Launch, "over", noted)
+        monkeypatch.setattr(arrays.device_home(), "empty_pair", self._new_pair)
         self.functions: list[int] = []  # of each launch so far
         self._alive: list[Any] = []  # arrays made since the kernels ran last, which run later than a device's would
         self._bounds: deque[tuple[int, int]] = deque(maxlen=64)  # of the arrays made last
@@ -83,6 +85,10 @@ class KernelsOnCpu(FakeDevice):
         self._alive.append(super().array(*arguments, **options))
         self._bounds.append(ends_of(self._alive[-1]))
         return self._alive[-1]
+
+    def _new_pair(self, shape: tuple[int, ...], dtype: Any, apart: int) -> tuple[Any, Any]:
+        """In memory with ends of their own."""
+        return self._new(shape, dtype), self._new(shape, dtype)
 
     def _allocate(self, allocator: str, size: int) -> Any:
         memory = super()._allocate(allocator, size)

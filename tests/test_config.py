@@ -323,31 +323,121 @@ def test_a_stage_more_off_16_bytes_where_memory_is_fast(norm, columns, name, sta
     assert found == stages
 
 
-@pytest.mark.parametrize("gap", [0, 1, 40])
-def test_a_warps_rows_are_turned_where_that_spreads_them_over_the_banks(gap):
+@pytest.mark.parametrize("gaps", [(0, 0), (1, 1), (40, 40), (1, 18)])
+def test_a_warps_rows_are_turned_where_that_spreads_them_over_the_banks(gaps):
     """What lanes read at the same time: of each row the same column of their quarters, by all of the row's lanes."""
 
-    def conflicts(columns: int, lanes: int, turn: int) -> int:
+    def conflicts(stride: int, lanes: int, per_thread: int, turn: int) -> int:
         banks = [set() for _ in range(32)]
         for lane in range(32):
             row, place = divmod(lane, lanes)
-            word = (row * (columns + gap) + (row * turn % 4 * 5 * lanes) + place) * 2 // 4
+            word = (row * stride + (row * turn % 4 * (per_thread // 4) * lanes) + place) * 2 // 4
             banks[word % 32].add(word)
         return max(map(len, banks))
 
     for columns in range(1, 513):
-        problem = replace(backward(columns, "bfloat16", "bfloat16"), x_row_stride=columns + gap)
+        strides = [columns + gap for gap in gaps]
+        problem = replace(backward(columns, "bfloat16", "bfloat16"), x_row_stride=strides[0], dy_row_stride=strides[1])
         chosen = config.backward_config(problem, False, DEVICES["sm_90"])
-        turn = config.turn_of_rows(chosen, problem)
-        if defined(chosen, "COLUMNS_PER_THREAD") != 20 or "PART_OF_WARP=1" not in chosen.definitions:
+        turn, lanes, per_thread = config.turn_of_rows(chosen, problem), chosen.group_threads, chosen.per_thread
+        assert ("TURN_ROWS=1" in chosen.definitions) == ((per_thread, lanes) in {(12, 8), (20, 8), (20, 16)}), columns
+        if "TURN_ROWS=1" not in chosen.definitions:
             assert turn == 0, columns
             continue
-        found = [conflicts(columns, chosen.group_threads, other) for other in range(4)]
+        found = [sum(conflicts(stride, lanes, per_thread, other) for stride in strides) for other in range(4)]
         assert found[turn] == min(found), columns
         assert turn == 0 or found[turn] < found[0], columns
-    problems = [backward(columns, "bfloat16", "bfloat16") for columns in (129, 133, 147, 141, 257)]
+    problems = [backward(columns, "bfloat16", "bfloat16") for columns in (65, 90, 129, 133, 147, 141, 257)]
     turns = [config.turn_of_rows(config.backward_config(p, False, DEVICES["sm_90"]), p) for p in problems]
-    assert turns == [1, 2, 3, 0, 1]
+    assert turns == [1, 0, 1, 2, 3, 0, 1]
+
+
+def apart(columns: int, name: str, rows: int, norm: str, gap: int = 64) -> NormProblem:
+    dense = backward(columns, name, name, rows=rows, norm=norm)
+    return replace(dense, x_row_stride=columns + gap, dy_row_stride=columns + gap)
+
+
+@pytest.mark.parametrize(
+    ("norm", "rows", "columns", "name", "gap", "fast", "slow"),
+    [
+        # blocks of one warp: one to four on a multiprocessor, in long launches all
+        ("rmsnorm", 1302, 768, "bfloat16", 64, 261, 261),
+        ("rmsnorm", 1562, 640, "bfloat16", 64, 391, 391),
+        ("layernorm", 4069, 1024, "bfloat16", 64, 509, 509),
+        ("rmsnorm", 9000, 768, "bfloat16", 64, 1000, 500),
+        ("rmsnorm", 16276, 1024, "bfloat16", 64, 1018, 526),
+        ("layernorm", 48828, 1024, "bfloat16", 64, 1039, 1039),
+        ("layernorm", 260417, 640, "bfloat16", 8, 1056, 528),  # no pace
+        ("rmsnorm", 3255, 640, "float32", 64, 465, 465),
+        # of two: one to three
+        ("rmsnorm", 1465, 2048, "bfloat16", 64, 367, 367),
+        ("rmsnorm", 4069, 2048, "bfloat16", 64, 370, 370),
+        ("layernorm", 8138, 1536, "bfloat16", 64, 509, 388),
+        ("rmsnorm", 24414, 2048, "bfloat16", 64, 520, 520),
+        # of four
+        ("layernorm", 2713, 3072, "bfloat16", 64, 247, 247),
+        # off 16 bytes
+        ("rmsnorm", 4163, 1001, "bfloat16", 201, 528, 528),
+        ("rmsnorm", 16650, 1001, "bfloat16", 201, 1056, 1056),
+    ],
+)
+def test_walkers_of_rows_that_lie_apart(norm, rows, columns, name, gap, fast, slow):
+    problem = apart(columns, name, rows, norm, gap)
+    for device, expected in ((DEVICES["sm_90"], fast), (DEVICES["sm_90_slow"], slow)):
+        chosen = config.backward_config(problem, columns % 8 == 0, device)
+        at_once = 132 * blocks_at_once(chosen, device)
+        assert (chosen.groups, config.grid(chosen, problem, at_once, device)) == (1, config.Grid(expected)), device
+
+
+@pytest.mark.parametrize(
+    ("norm", "rows", "columns", "name", "expected"),
+    [
+        ("rmsnorm", 1100, 1024, "bfloat16", True),  # one warp
+        ("rmsnorm", 1101, 1024, "bfloat16", False),
+        ("layernorm", 1400, 1536, "bfloat16", True),  # two
+        ("layernorm", 1401, 1536, "bfloat16", False),
+        ("layernorm", 1200, 1536, "float32", False),
+        ("layernorm", 1356, 3072, "bfloat16", True),  # four
+        ("rmsnorm", 2001, 3072, "bfloat16", False),
+    ],
+)
+def test_column_blocks_beside_rows_that_lie_apart(norm, rows, columns, name, expected):
+    """APART_ROWS; with a row less between them, or none, those of dense rows."""
+    device = DEVICES["sm_90_slow"]
+    problem = apart(columns, name, rows, norm)
+    chosen = config.backward_config(problem, True, device)
+    found = config.grid(chosen, problem, 132 * blocks_at_once(chosen, device), device)
+    assert (found.column_blocks > 0) == expected
+    dense = backward(columns, name, name, rows=rows, norm=norm)
+    chosen = config.backward_config(dense, True, device)
+    assert config.grid(chosen, dense, 132 * blocks_at_once(chosen, device), device).column_blocks > 0
+
+
+@pytest.mark.parametrize(
+    ("norm", "columns", "name", "gap", "dense", "blocks"),
+    [
+        ("rmsnorm", 640, "bfloat16", 64, 3, 8),
+        ("layernorm", 640, "bfloat16", 64, 4, 8),
+        ("layernorm", 1001, "bfloat16", 201, 3, 8),
+        ("rmsnorm", 1536, "bfloat16", 64, 3, 6),  # two warps
+    ],
+)
+def test_forward_blocks_of_rows_that_lie_apart(norm, columns, name, gap, dense, blocks):
+    for distance, expected in ((0, dense), (gap, blocks)):
+        problem = forward_of(apart(columns, name, 4096, norm, distance))
+        chosen = config.forward_config(problem, columns % 8 == 0, DEVICES["sm_90"])
+        assert blocks_at_once(chosen, DEVICES["sm_90"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [(125000, 4, 0), (31250, 8, 0), (15625, 16, 64), (31250, 16, 0), (31250, 32, 64), (65104, 32, 0), (97656, 64, 64)],
+)
+def test_column_blocks_of_float32s_shortest_rows(rows, columns, expected):
+    """FLOAT32_ROWS: lanes that a short row leaves idle sum nothing."""
+    problem = backward(columns, "float32", "float32", rows=rows)
+    chosen = config.backward_config(problem, True, DEVICES["sm_90_slow"])
+    assert config.grid(chosen, problem, 132, DEVICES["sm_90_slow"]).column_blocks == expected
 
 
 def what_orders_a_rows_sums(chosen: config.BackwardConfig) -> tuple[object, ...]:
@@ -523,8 +613,10 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
             if want_dx:
                 limits = (blocks.COLUMN_BLOCK_ROWS if usual else blocks.COLUMN_BLOCK_ROWS_ELSE)[slow][with_db]
             float32 = x == dy == "float32" and width > 1 and chosen.slabs <= 8 and not chosen.gang and want_dx
-            if float32 or (usual and chosen.groups == 1 and slow):
+            if usual and chosen.groups == 1 and (slow or not with_db or chosen.threads < 256):
                 limits = (float("inf"),) * 3
+            if float32:
+                limits = (blocks.FLOAT32_ROWS * min(1, columns / (8 * sectors)),) * 3
             few = usual and grid.row_parts == 1 and sectors > 2 and chosen.groups > 1
             if few and grid.column_blocks <= blocks.FEW_COLUMN_BLOCKS:
                 limits = (blocks.FEW_COLUMN_BLOCKS_ROWS[slow][with_db],) * 3
@@ -578,6 +670,13 @@ ON_H200 = [
     ("rmsnorm", 1017, 4096, "bfloat16", "bfloat16", True, 132, (89, 43, 21)),  # so many that walkers end with them,
     ("layernorm", 1017, 4096, "bfloat16", "bfloat16", True, 132, (89, 43, 21)),
     ("layernorm", 300, 7168, "bfloat16", "bfloat16", True, 132, (87, 45, 12)),
+    ("layernorm", 581, 7168, "bfloat16", "bfloat16", True, 132, (76, 56, 16)),
+    ("layernorm", 2035, 2048, "bfloat16", "bfloat16", True, 132, (84, 48, 16)),  # several share a slice's rows,
+    ("layernorm", 1628, 2560, "bfloat16", "bfloat16", True, 132, (72, 60, 16)),
+    ("layernorm", 1204, 5120, "bfloat16", "bfloat16", True, 132, (72, 60, 8)),  # of four lines
+    ("layernorm", 505, 20480, "bfloat16", "bfloat16", True, 60, (40, 80, 4)),  # 62 MB
+    ("rmsnorm", 1682, 6144, "bfloat16", "bfloat16", True, 132, (84, 48, 16)),
+    ("rmsnorm", 602, 10240, "bfloat16", "bfloat16", True, 132, (92, 40, 8)),
     ("rmsnorm", 244, 4096, "bfloat16", "bfloat16", True, 132, (100, 32, 16)),  # fewer with less data,
     ("rmsnorm", 1017, 5120, "bfloat16", "bfloat16", True, 132, (92, 40, 16)),  # of whole lines,
     ("layernorm", 98, 5120, "bfloat16", "bfloat16", True, 132, (49, 40, 16)),  # not fewer, where these are few,
@@ -586,7 +685,7 @@ ON_H200 = [
     ("rmsnorm", 244, 4096, "float32", "float32", True, 132, (68, 64, 16)),  # nor of larger types,
     ("layernorm", 100, 8191, "bfloat16", "bfloat16", False, 132, (68, 64, 2)),  # nor off 16 bytes,
     ("rmsnorm", 64, 65536, "bfloat16", "bfloat16", True, 15, (7, 64, 2)),  # nor in larger clusters
-    ("rmsnorm", 127, 32768, "bfloat16", "bfloat16", True, 30, (19, 44, 2)),
+    ("rmsnorm", 127, 32768, "bfloat16", "bfloat16", True, 30, (22, 32, 2)),
     ("layernorm", 16, 262144, "bfloat16", "bfloat16", True, 4, (2, 64, 1)),  # gangs
     ("layernorm", 16, 90112, "bfloat16", "bfloat16", True, 12, (8, 44, 1)),
     ("layernorm", 1356, 3072, "bfloat16", "bfloat16", True, 132, (84, 48, 32)),  # of 256 threads, not 128
@@ -625,7 +724,8 @@ def test_column_blocks_of_an_h200(norm, rows, columns, x, dy, aligned, at_once, 
     [
         ("layernorm", 1750, 4096, True, True),  # 43 MB
         ("layernorm", 2017, 4096, True, True),  # 50 MB
-        ("layernorm", 1356, 6144, False, True),  # 24 columns a thread
+        ("layernorm", 1356, 6144, True, True),  # 24 columns a thread
+        ("layernorm", 2713, 3072, False, True),
         ("rmsnorm", 1506, 4096, True, True),  # 37 MB, 71 rows of a thread
         ("rmsnorm", 1750, 4096, True, True),
         ("rmsnorm", 2700, 4096, False, False),  # 66 MB
@@ -1116,7 +1216,9 @@ PACED_LAYERNORM = {
         ("rmsnorm", 20480, "float16", 40, 2, True),
         ("rmsnorm", 10240, "float32", 40, 2, True),  # one block has no room
         ("layernorm", 8448, "bfloat16", 40, 1, True),
+        ("layernorm", 10232, "bfloat16", 40, 2, True),
         ("layernorm", 10240, "bfloat16", 40, 2, True),
+        ("layernorm", 10240, "float32", 40, 2, True),
         ("layernorm", 20480, "bfloat16", 40, 4, True),
         ("layernorm", 36864, "bfloat16", 40, 4, True),
         ("layernorm", 40960, "bfloat16", 40, 4, True),
@@ -1130,6 +1232,14 @@ def test_long_rows_fill_the_lanes_of_their_blocks(norm, columns, name, per_threa
     chosen = config.backward_config(backward(columns, name, name, norm=norm), True, DEVICES["sm_90"])
     assert (chosen.route, chosen.cluster, defined(chosen, "COLUMNS_PER_THREAD")) == ("staged", cluster, per_thread)
     assert (chosen.lead > 0) == ("PACED=1" in chosen.definitions) == paced
+
+
+def test_layernorms_rows_of_40_columns_a_thread_have_one_block_where_memory_is_slow():
+    """If all lanes have 40."""
+    for columns, expected in ((8448, (1, 1)), (8456, (2, 2)), (10232, (2, 2)), (10240, (2, 1)), (20480, (4, 4))):
+        problem = backward(columns, "bfloat16", "bfloat16")
+        found = tuple(config.backward_config(problem, True, DEVICES[n]).cluster for n in ("sm_90", "sm_90_slow"))
+        assert found == expected, columns
 
 
 @pytest.mark.parametrize(
@@ -1408,7 +1518,8 @@ def test_more_is_in_flight_where_pace_is_kept(norm, columns, name, long, short):
         problem = backward(columns, name, name, steps * walkers * groups, norm)
         chosen = config.backward_config(problem, True, hopper)
         assert (chosen.stages, chosen.groups) == (stages, groups)
-        assert config.grid(chosen, problem, walkers, hopper).walkers == walkers
+        found = config.grid(chosen, problem, walkers, hopper)
+        assert found.walkers == walkers or found.column_blocks
         kept = config.pace(chosen, problem.rows, walkers)[0] > 0
         assert kept == (steps == least and "PACED=1" in chosen.definitions)
 
@@ -1639,15 +1750,20 @@ def test_where_memory_is_slow_a_walker_has_fewer_steps_before_the_others(norm, c
 
 
 def test_where_memory_is_slow_rows_with_gaps_of_a_warp_or_less_keep_their_lead():
-    """Eight blocks on a multiprocessor, or several rows to a block; of rows of two warps there are four."""
+    """Eight blocks on a multiprocessor, or several rows to a block; of rows of two warps there are four.
+
+    Where memory is fast blocks of one warp have no lead.
+    """
     for norm, columns in product(("rmsnorm", "layernorm"), (128, 512, 1024, 2048)):
         stride = columns + 8
         problem = replace(
             backward(columns, "bfloat16", "bfloat16", 1 << 18, norm), x_row_stride=stride, dy_row_stride=stride
         )
         fast, slow = (config.backward_config(problem, True, DEVICES[name]) for name in ("sm_90", "sm_90_slow"))
-        assert fast.lead > 0
-        assert ((slow.lead, slow.paced_steps) == (fast.lead, fast.paced_steps)) == (columns <= 1024), (norm, columns)
+        leads = {128: 9, 512: 9, 1024: 7, 2048: 5} if norm == "rmsnorm" else {128: 7, 512: 7, 1024: 7, 2048: 4}
+        assert slow.lead == leads[columns]
+        assert (fast.lead == 0) == (columns == 1024)
+        assert (slow.paced_steps == fast.paced_steps) == (columns <= 1024), (norm, columns)
 
 
 def test_where_memory_is_slow_steps_are_drawn_from_ten_steps_on():

@@ -151,7 +151,7 @@ def test_few_rows(
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize(("rows", "columns"), [(70, 133), (2600, 147), (1500, 257)])
+@pytest.mark.parametrize(("rows", "columns"), [(70, 133), (2600, 147), (1500, 257), (2000, 65)])
 def test_turned_rows_have_the_same_bits(
     small_device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, norm: str, rows: int, columns: int
 ) -> None:

@@ -160,7 +160,25 @@ def test_given_results_come_back_and_others_are_made(device: FakeDevice) -> None
         device.allocated.clear()
         results = backward("layernorm", call_of(device, "layernorm", out=out))
         assert [result is array for result, array in zip(results, out, strict=True)] == list(given)
-        assert [by for by, _ in device.allocated] == ["result"] * (3 - sum(given))
+        allocations = (not given[0]) + (not all(given[1:]))  # one for dw and db
+        assert [by for by, _ in device.allocated] == ["result"] * allocations
+
+
+def test_dw_and_db_share_an_allocation_as_mean_and_rstd_do(device: FakeDevice) -> None:
+    """Each begins at a multiple of 512 bytes, and has memory of its own."""
+    call = call_of(device, "layernorm")
+    backward("layernorm", call)  # the stream's first
+    device.allocated.clear()
+    _, *gradients = backward("layernorm", call)
+    x, w = call["x"], call["w"]
+    _, *statistics = cupynorm.layernorm_forward(x, w, w)
+    for one, other in (gradients, statistics):
+        room = -(-one.nbytes // 512) * 512
+        assert one.data.ptr % 512 == 0
+        assert other.data.ptr - one.data.ptr == room
+        assert one.data.mem is other.data.mem
+    sizes = (-(-array.nbytes // 512) * 1024 for array in (gradients[0], statistics[0]))
+    assert [size for _, size in device.allocated if size != x.nbytes] == list(sizes)
 
 
 def test_what_no_one_wants_is_neither_made_nor_written(device: FakeDevice) -> None:
@@ -172,7 +190,7 @@ def test_what_no_one_wants_is_neither_made_nor_written(device: FakeDevice) -> No
         assert tuple(result is not None for result in results) == mask
         kernels = [launch.kernel for launch in device.launched]
         assert len(kernels) == any(mask)
-        assert [by for by, _ in device.allocated] == ["result"] * sum(mask)
+        assert [by for by, _ in device.allocated] == ["result"] * (mask[0] + any(mask[1:]))
         if any(mask):
             assert are_there(device.launched[0], "dx", "dw", "db") == list(mask)
             memory = are_there(device.launched[0], "dw_partials", "db_partials", "meeting")

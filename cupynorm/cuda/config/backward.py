@@ -63,8 +63,8 @@ STAGED_RING_BYTES, STAGED_LARGE_RING_BYTES = 112 << 10, 128 << 10
 # 254; with 32, with the registers it needs, 256 254 → 249, but at 100 MB 38 → 42, and 128 258 → 272; in float32
 # LayerNorm loses 5% with 24. Single columns, 1 GB, an H100: RMSNorm 65 656 → 573, 129 533 → 476, 257 498 → 389, 350
 # 376 → 371, LayerNorm 681 → 592, 579 → 520, 560 → 392, 415 → 377; with fewer lanes 12 lost at 25 MB (9 to 20 up to
-# 28%; RMSNorm 33, which has it, loses 7%), though at 1 GB it gained 2 to 17%; 20 and 24 lost or gained less (33 with
-# 20 549 → 1063, 129 497); in float32 24 lost 6 to 18%, and 12 gained nothing.
+# 28%; RMSNorm 33, which has it, loses 7%), though at 1 GB it gained 2 to 17%; 24 lost or gained less, and 20 but
+# where rows are turned (33 with 20 549 → 1063, 129 497, turned 426); in float32 24 lost 6 to 18%, 12 gained nothing.
 STAGED_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
     True: {2: {24: (1, 16)}},
     False: {2: {12: (4, 32), 20: (8, 16)}},
@@ -92,7 +92,10 @@ STAGED_FILLING_CLUSTER = {2: 4, 4: 2, 8: 0}
 # With 40 columns a thread LayerNorm has no longer part of a row in blocks alone or in pairs, but twice as many blocks:
 # 1 GB, 9216 243.9 us, 247.7 in one block; 10240, 20480 0.2 to 0.3% less so; though 18432 250.0, 247.8 in two. RMSNorm
 # lost so, 9216 243.9 → 240.5 in one, 10240 242.1 → 240.6; and LayerNorm in clusters of four, 40960 246 us, with 32
-# columns a thread in eight blocks 357.
+# columns a thread in eight blocks 357. But where memory is slow lanes that all have 40, in one block, gain by column
+# blocks: an H100, 10240, 50 MB 31.8 → 29.2, 62 MB 38.9 → 34.9, 75 MB 42.4 → 39.6, 1 GB 344.7 → 342.1, though 200 MB
+# 81.3 → 82.8; in pairs of blocks 20480 lost, 37 to 62 MB 3 to 5% (not there). An H200, 10240, 25 MB 15.8 → 16.7, 50 MB
+# 24.3 → 29.5, with the best number of column blocks 26.5, 1 GB 246.6 → 245.9 (not there).
 STAGED_MOST_COLUMNS_LAYERNORM, STAGED_MOST_COLUMNS_CLUSTER = {40: 8448}, 2
 # In launches with so many steps a walker and more, walkers keep pace: so many quarters of a step less than the average
 # may one have before it. RMSNorm, 1 GB, N=4096: 246 us without, 242 so. With fewer steps RMSNorm gains as well, 150 and
@@ -188,7 +191,10 @@ BACKWARD_ARGUMENTS = "12P4q8i7h?B"  # struct BackwardArguments in backward.cuh
 # 256, 70 MB, 1001 38.6 → 37.5, 897 40.6 → 38.1; but rows of two warps, 2047, 257 → 265, and where memory is slow, 1 GB,
 # 1001 352 → 360, 100 MB 46.1 → 47.2, 25 MB 18.9 → 20.6.
 MANY_WARPS, MANY_WARPS_LEAST_STEPS = 12, 12
-TURNED_COLUMNS, BANKS = 20, 32  # kTurns of columns.cuh; banks of shared memory, of four bytes
+# kTurns of columns.cuh: single columns a thread, and the lanes that share a row, where a warp has several. 65 on eight
+# lanes, 1 GB, an H100, 570 → 470 us, LayerNorm 590 → 521; 12 columns on sixteen lanes and more lost 2%.
+TURNED_ROWS = {12: (8,), 20: (8, 16)}
+BANKS = 32  # of shared memory, of four bytes
 WIDENING_ARGUMENTS = "2P2i"  # struct WideningArguments in widen_w.cu
 
 
@@ -225,10 +231,11 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
 def _direct(
     problem: NormProblem, definitions: tuple[str, ...], threads: int, per_thread: int, group: int
 ) -> BackwardConfig:
-    part = takes_part(problem.x_dtype.name, (per_thread, group))
+    part, vector = takes_part(problem.x_dtype.name, (per_thread, group)), "VECTOR=1" in definitions
+    turned = may_turn_rows(vector, (per_thread, group))
     return BackwardConfig(
         route="direct",
-        definitions=(*definitions, *direct_definitions(per_thread, threads, "VECTOR=1" in definitions, part)),
+        definitions=(*definitions, *direct_definitions(per_thread, threads, vector, part, turned)),
         threads=threads,
         group_threads=group,
         slab_columns=problem.columns,
@@ -237,9 +244,11 @@ def _direct(
     )
 
 
-def direct_definitions(per_thread: int, threads: int, vector: bool, part: bool = False) -> tuple[str, ...]:
+def direct_definitions(
+    per_thread: int, threads: int, vector: bool, part: bool = False, turned: bool = False
+) -> tuple[str, ...]:
     max_threads = next(most for most in DIRECT_MAX_THREADS[vector] if threads <= most)
-    return f"COLUMNS_PER_THREAD={per_thread}", f"MAX_THREADS={max_threads}", *part_definitions(part)
+    return f"COLUMNS_PER_THREAD={per_thread}", f"MAX_THREADS={max_threads}", *part_definitions(part, turned)
 
 
 def _column_sums_bytes(problem: NormProblem, per_thread: int) -> int:
@@ -270,7 +279,7 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         choice = staged_choice(name, dy_name, vector, cluster, device)
         parts = part_of_warp_lanes(name, vector, choice, device)
         held = short_row(name, slab, parts) if small else staged_threads(slab, choice)
-        if held is None or _is_too_long(problem.norm, slab, held[0], cluster):
+        if held is None or _is_too_long(problem.norm, slab, held, cluster, device):
             continue
         kind = (problem.norm, name, dy_name, kernels_sum_db(problem), vector)
         if may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, slab, held, name):
@@ -350,10 +359,10 @@ def _staged_blocks(
 
     Of 16-bit types and rows of two warps and more: LayerNorm, 25 MB, 1536 17.5 → 16.1 us, 3072 15.8 → 15.5, an H100, 18
     MB, 1536 15.9 → 14.7, 25 MB, 3072 19.6 → 18.1, RMSNorm 17.9 → 16.9, but 12 MB, 3072 10.2 → 10.8. Else only where
-    with usual blocks they do not pay: LayerNorm, float32, 1536, 25 MB 17.6 → 15.3 (RMSNorm's 768, 12 MB, and 384, 6 MB,
-    gained, too, and have blocks that share rows since, beside usual ones); where both pay, larger ones lost up to 8%,
-    as where neither does; of a warp or less LayerNorm 384, 12 MB 13.8 → 16.1, 768, 25 MB 17.9 → 19.0. Not timed:
-    shorter rows of RMSNorm, LayerNorm without db, calls without dx.
+    with usual blocks they do not pay: LayerNorm, float32, 1536, 25 MB gained so, 17.6 → 15.3, RMSNorm's 768, 12 MB, and
+    384, 6 MB, too, until usual ones had column blocks there; where both pay, larger ones lost up to 8%, as where
+    neither does; of a warp or less LayerNorm 384, 12 MB 13.8 → 16.1, 768, 25 MB 17.9 → 19.0. Not timed: shorter rows of
+    RMSNorm, LayerNorm without db, calls without dx.
     """
     config = _staged_config(problem, split, definitions, device)
     least_group = WARP // 2 if problem.norm == "rmsnorm" else 2 * WARP
@@ -406,7 +415,8 @@ def _staged_config(
         stages = min(stages, max(least, ring_bytes // (blocks * step_bytes)))
         part = takes_part(name, (per_thread, group))
         short = not part and has_short_rows(name, vector, per_thread, problem.columns - (cluster - 1) * slab)
-        staged = staged_definitions(per_thread, cluster, part, paced, short, gaps)
+        turned = part and may_turn_rows(vector, (per_thread, group))
+        staged = staged_definitions(per_thread, cluster, part, paced, short, gaps, turned=turned)
         return BackwardConfig(
             route="staged",
             definitions=(*definitions, *staged),
@@ -425,21 +435,29 @@ def _staged_config(
     return None
 
 
+def may_turn_rows(vector: bool, held: tuple[int, int]) -> bool:
+    """Whether kernels turn a warp's rows (TURN_ROWS); `held` is what short_row() chose."""
+    per_thread, group = held
+    return not vector and group in TURNED_ROWS.get(per_thread, ())
+
+
 def turn_of_rows(config: BackwardConfig, problem: NormProblem) -> int:
     """Quarters by which a warp's rows are turned, kTurns of columns.cuh: those that spread them best over the banks."""
-    lanes, per_thread, itemsize = config.group_threads, config.per_thread, problem.x_dtype.itemsize
-    if "VECTOR=0" not in config.definitions or per_thread != TURNED_COLUMNS or lanes >= WARP:
+    lanes, per_thread = config.group_threads, config.per_thread
+    if "TURN_ROWS=1" not in config.definitions:
         return 0
+    dy_itemsize = ITEMSIZE[name_of(problem.dy_dtype)]
+    of_both = (problem.x_row_stride, problem.x_dtype.itemsize), (problem.dy_row_stride, dy_itemsize)
 
-    def rows_of_a_bank(turn: int) -> int:
+    def rows_of_a_bank(turn: int, stride: int, itemsize: int) -> int:
         """Of the rows' first columns, one for each lane, the most that lie in one bank."""
         found = Counter[int]()
         for row in range(WARP // lanes):
-            first = row * problem.x_row_stride + row * turn % 4 * (per_thread // 4) * lanes
+            first = row * stride + row * turn % 4 * (per_thread // 4) * lanes
             found.update({(first + lane) * itemsize // 4 % BANKS for lane in range(lanes)})
         return max(found.values())
 
-    return min(range(4), key=rows_of_a_bank)
+    return min(range(4), key=lambda turn: sum(rows_of_a_bank(turn, *one) for one in of_both))
 
 
 def may_keep_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> bool:
@@ -536,9 +554,17 @@ def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pa
 
 
 def _lead(split: _Split, stages: int, blocks: int, step_bytes: int, device: Device) -> int:
-    """In quarters of a step, given the blocks of a multiprocessor and the bytes of a step."""
+    """In quarters of a step, given the blocks of a multiprocessor and the bytes of a step.
+
+    Blocks of one warp, which rows that lie apart have, keep no pace where memory is fast. An H200, gaps of 64, 100 MB,
+    768 44.4 → 38.9 us, 1024 41.5 → 38.2, 300 MB 106.2 → 86.9, 97.0 → 86.3, LayerNorm 107.0 → 90.0, 99.3 → 91.4,
+    float32, 700 MB, LayerNorm 516 231.9 → 219.8, 1024 212.8 → 184.3; but of two warps 2048 83.1 → 82.9, LayerNorm 84.8
+    → 86.4, with gaps of 8 97.3 → 106.1 (not there).
+    """
     norm = split.kind[0]
     lead = _usual_lead(split, stages, blocks, step_bytes)
+    if split.group == WARP and split.cluster == 1 and not split.several and not device.has_slow_memory:
+        return 0
     if not lead or not _keeps_closer(split, device):
         return lead
     return min(lead - SLOW_LESS_LEAD[norm], SLOW_MOST_LEAD[norm])
@@ -596,10 +622,14 @@ def _fills_lanes(columns: int, cluster: int, slab: int, held: tuple[int, int], x
     return columns == covered * cluster or (ITEMSIZE[x] == 2 and cluster != 2)
 
 
-def _is_too_long(norm: str, slab: int, per_thread: int, cluster: int) -> bool:
-    """Whether a block's part of a row goes to more blocks though it has room."""
-    few = norm == "layernorm" and cluster <= STAGED_MOST_COLUMNS_CLUSTER
-    return few and slab > STAGED_MOST_COLUMNS_LAYERNORM.get(per_thread, slab)
+def _is_too_long(norm: str, slab: int, held: tuple[int, int], cluster: int, device: Device) -> bool:
+    """Whether a block's part of a row goes to more blocks though it has room; `held` is what staged_threads() chose."""
+    per_thread, group = held
+    if norm != "layernorm" or cluster > STAGED_MOST_COLUMNS_CLUSTER:
+        return False
+    if cluster == 1 and slab == per_thread * group and device.has_slow_memory:
+        return False
+    return slab > STAGED_MOST_COLUMNS_LAYERNORM.get(per_thread, slab)
 
 
 def _threads_at_once(kind: Kind, per_thread: int, device: Device) -> int:
@@ -617,8 +647,7 @@ def _takes_many_warps(split: _Split, device: Device) -> bool:
     """MANY_WARPS: kManySingles of backward_staged.cu, where that gains."""
     norm, x, dy, sums_db, vector = split.kind
     few_registers = norm == "rmsnorm" and ITEMSIZE[x] == ITEMSIZE[dy] == 2 and not sums_db and not vector
-    fast = not device.has_slow_memory and device.compute_capability == (9, 0)
-    return few_registers and fast and split.group == WARP and split.per_thread == 32
+    return few_registers and device.is_fast_9_0 and split.group == WARP and split.per_thread == 32
 
 
 def _takes_a_stage_more(split: _Split, device: Device) -> bool:
@@ -633,8 +662,7 @@ def _takes_a_stage_more(split: _Split, device: Device) -> bool:
     """
     norm, x, dy, _, vector = split.kind
     timed = not vector and ITEMSIZE[x] == ITEMSIZE[dy] == 2 and split.per_thread in (32, 36) and split.cluster < 8
-    fast = not device.has_slow_memory and device.compute_capability == (9, 0)
-    return timed and fast and (norm == "layernorm" or split.group == STAGED_MAX_THREADS)
+    return timed and device.is_fast_9_0 and (norm == "layernorm" or split.group == STAGED_MAX_THREADS)
 
 
 def part_of_warp_lanes(x: str, vector: bool, choice: Choice, device: Device) -> PartLanes:

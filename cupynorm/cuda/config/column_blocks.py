@@ -18,6 +18,7 @@ from .common import (
     divide_up,
     kernels_sum_db,
     name_of,
+    rows_lie_apart,
     vector_width,
 )
 
@@ -42,21 +43,26 @@ from .common import (
 COLUMN_BLOCKS_BYTES = 44 << 20
 COLUMN_BLOCK_ROWS = {False: ((28, 44, 120), (44, 48, 120)), True: ((28, 44, 120), (28, 44, 110))}
 FEW_COLUMN_BLOCKS, FEW_COLUMN_BLOCKS_ROWS = 56, {False: (120, 100), True: (120, 46)}
-# Longer rows gain beyond these, and at any number of rows for a thread where a block has one row a step. An H100, from
-# a scan of 15 lengths, 50 to 150 MB, without and with: 50 MB, LayerNorm 4096 29.1 → 27.6 us, 8192 28.5 → 26.3, 16384
-# 30.1 → 27.3, 65536 31.9 → 28.4, RMSNorm 10240 27.8 → 26.0, 32768 28.3 → 26.1; 75 MB, LayerNorm 12288 39.5 → 36.8,
-# RMSNorm 20480 37.8 → 35.8; 100 MB, LayerNorm 8192 45.8 → 44.5, 16384 46.6 → 44.8, RMSNorm 10240 45.3 → 44.3, 32768
-# 45.5 → 44.2; with 125 MB little, with 150 nothing. So up to these, by whether db is summed and whether a block has one
-# row, by columns a thread. They must be many: with db, too few fall so far behind that they miss the L2 cache (43 MB,
-# 8192, with 52 20% more than with 64). Where memory is fast that was not looked at; without db, but with 24 columns a
-# thread, up to LONG_COLUMN_BLOCKS_BYTES, from LONG_COLUMNS on where a block has several rows, inferred from an H100
-# with 92 multiprocessors (43 MB, as 62 of an H200's, 5120 26.1 → 25.6, 8192 25.2 → 25.0, 2048 25.0 → 25.4).
+# Longer rows gain beyond these, and at any number of rows for a thread where a block has one row a step (where memory
+# is fast not eight warps with db: an H200, LayerNorm 40960, 62 MB, 126 rows, 31.5 → 33.8 us). An H100, from a scan of
+# 15 lengths, 50 to 150 MB, without and with: 50 MB, LayerNorm 4096 29.1 → 27.6 us, 8192 28.5 → 26.3, 16384 30.1 → 27.3,
+# 65536 31.9 → 28.4, RMSNorm 10240 27.8 → 26.0, 32768 28.3 → 26.1; 75 MB, LayerNorm 12288 39.5 → 36.8, RMSNorm 20480
+# 37.8 → 35.8; 100 MB, LayerNorm 8192 45.8 → 44.5, 16384 46.6 → 44.8, RMSNorm 10240 45.3 → 44.3, 32768 45.5 → 44.2; with
+# 125 MB little, with 150 nothing. So up to these, by whether db is summed and whether a block has one row, by columns a
+# thread. LayerNorm with 40 of them, eight warps, 75 MB, 10240 42.5 → 39.6, 36864 40.7 → 37.9, 40960 43.0 → 38.1, 100 MB
+# 50.9 → 50.3, 49.3 → 46.6, 51.3 → 47.5, but in pairs of four warps 9728 49.3 → 58.3. They must be many: with db, too
+# few fall so far behind that they miss the L2 cache (43 MB, 8192, with 52 20% more than with 64). Where memory is fast,
+# up to LONG_COLUMN_BLOCKS_BYTES, from LONG_COLUMNS on where a block has several rows, with 24 columns a thread where
+# eight warps share one: an H200, without and with, 50 MB, LayerNorm 6144 24.8 → 22.7 us, 12288 25.5 → 23.5, 62 MB 28.5
+# → 26.6, 29.4 → 27.3, 20480 30.6 → 27.5, RMSNorm 6144 26.3 → 25.5, 12288 26.1 → 25.2, 10240 26.4 → 25.2, but 43 MB,
+# 2048 19.9 → 20.3.
 LONG_COLUMN_BLOCKS_BYTES, LONG_COLUMNS = 60 << 20, 4096
 SLOW_COLUMN_BLOCKS_BYTES: dict[tuple[bool, bool], dict[int, int]] = {
     (False, True): {32: 105 << 20, 40: 105 << 20},  # where no lane is idle
     (True, False): {32: 78 << 20, 28: COLUMN_BLOCKS_BYTES, 40: COLUMN_BLOCKS_BYTES},
     (True, True): {24: 73 << 20, 28: 103 << 20, 32: 103 << 20},
 }
+SLOW_WIDE_COLUMN_BLOCKS_BYTES = 103 << 20  # with db and 40 columns a thread, in blocks of eight warps
 SLOW_CLUSTERS_BYTES = {False: 60 << 20, True: 103 << 20}  # of eight, 16-bit types on 16 bytes: up to 65536 columns
 COLUMN_BLOCKS_BYTES_ELSE = {
     False: {"rmsnorm": (32 << 20, 36 << 20), "layernorm": (24 << 20, 36 << 20)},
@@ -93,11 +99,16 @@ AIMED_COLUMN_BLOCKS = {
 # 2048 with 64 and 32 blocks, an H200 15.4, 14.3, an H100 17.9, 17.1 (LayerNorm 17.9, 19.5); wider ones that are no
 # whole lines, too: an H100, 37 MB, 7168 with 45 and 56 blocks 6% apart, 8192 with 52 and 43 4%.
 MOST_AIMED_OF_SEVERAL, NARROW_SLICE, BROKEN_LINES = 46, 1.3, 1.2
-# Where memory is slow, without db: with 24 columns a thread so many, with more data and with 40 columns at most so many
-# (an H100: 6144, 37 MB, with 48 blocks 5% more than with 64, 25 MB 9% less; 10240, 50 MB, with 40 5% more than with
-# 54); in clusters of four others yet (32768, 50 MB, with 44 and 52 7% apart, LayerNorm with 64 and 52 7%).
+# Where memory is slow, without db, in clusters of four with it, too: with 24 columns a thread so many (these at most),
+# with more data and with 40 columns at most so many (an H100: 6144, 37 MB, with 48 blocks 5% more than with 64, 25 MB
+# 9% less; 10240, 50 MB, with 40 5% more than with 54); in clusters of four others yet (32768, 50 MB, with 44 and 52 7%
+# apart, LayerNorm with 64 and 52 7%).
 SLOW_AIMED_24, SLOW_MANY_BYTES, SLOW_MOST_AIMED_40 = {False: 48, True: 64}, 28 << 20, 54
 SLOW_MOST_AIMED_OF_FOUR = {False: 52, True: 56}
+# Where memory is fast, at most so many, without db with 40 columns a thread and in clusters of four, with db with 28:
+# an H200, 10240, 37 MB, with 54 and 40 blocks 17.7, 17.2 us, 50 MB 22.0, 21.2, 20480 22.3, 21.4, 32768, with 44 and 32,
+# 23.0, 22.2; LayerNorm 7168, with 45 and 56, 25 MB 15.5, 14.9, 43 MB 23.2, 21.2.
+FAST_MOST_AIMED_40, FAST_MOST_AIMED_OF_FOUR, FAST_MOST_AIMED_28 = 43, 36, 56
 # LayerNorm with 40 columns a thread, in one block, where memory is slow: 25 MB, 5120, with 54 blocks 19.5 us, with 80
 # 17.8; 12 MB, 2560, with 40 12.5, with 80 11.9.
 SLOW_WIDE_COLUMN_BLOCKS, SLOW_WIDE_BYTES = 80, 9 << 20
@@ -120,15 +131,20 @@ SHARED_SHORT_BLOCKS, SHARED_SHORT_BLOCKS_MORE = {False: 48, True: 96}, 128
 SHARED_MEDIUM_BLOCKS = {False: 60, True: 64}
 SLOW_SHARED_POWERS_BYTES, SLOW_SHARED_POWERS_BLOCKS = 27 << 20, 80
 SLOW_SHARED_LONG_BYTES, SLOW_SHARED_LONG_BLOCKS = {False: 27 << 20, True: 21 << 20}, {False: 56, True: 68}
+# Where memory is fast, with db, of two lines, with 32 columns a thread from so much data on, with 40 in any case, and
+# of four where such fill all lanes of four warps. An H200, without and with, or as before: 25 MB, LayerNorm 2048 16.5 →
+# 15.9 us, 2560 17.4 → 16.7, 37 MB 20.4 → 19.4, 24.3 → 20.2, 2304 22.0 → 19.0, 5120 24.2 → 20.5, 43 MB 27.3 → 22.3, but
+# 4608 21.0 → 22.7 (not there), which has idle lanes.
+FAST_SHARED_LONG_BYTES, FAST_SHARED_LONGEST, FAST_SHARED_LONG_BLOCKS = 20 << 20, 5120, 54
 LINE_BYTES = 128
-# Float32 (_is_float32), in place of the limits above: up to so many bytes, without and with db, whatever the rows of a
-# thread; of rows of a warp or less, in clusters of so many blocks, with 24 columns a thread, and else, but LayerNorm's
-# rows of one block or two with 40 as RMSNorm's. From a scan of 25 lengths and ten sizes, 6 to 100 MB, an H100, without
-# and with: 12 MB, LayerNorm 2560 16.1 → 11.5 us, RMSNorm 1280 14.4 → 11.3, 18 MB, 20480 17.3 → 14.6, LayerNorm 5120
-# 18.2 → 14.8, 25 MB, 32768 20.3 → 18.2, RMSNorm 5120 18.2 → 17.3, 31 MB, LayerNorm 4096 21.9 → 19.9, 50 MB, 512 27.5 →
-# 26.0, 12288 28.5 → 27.1, 24576 30.0 → 27.2; but 31 MB, RMSNorm 7168 19.1 → 21.0, 37 MB, LayerNorm 5120 24.1 → 25.0,
-# 50 MB, RMSNorm 28672 27.5 → 29.7. Of short rows several blocks share slices of two lines, about so many, and where a
-# multiprocessor has several: 12 MB, LayerNorm, 384 15.6 → 12.2, 25 MB, 1280 19.6 → 17.5.
+# Float32 (_is_float32), in place of the limits above: up to so many bytes, without and with db; of rows of a warp or
+# less, in clusters of so many blocks, with 24 columns a thread, and else, but LayerNorm's rows of one block or two with
+# 40 as RMSNorm's. From a scan of 25 lengths and ten sizes, 6 to 100 MB, an H100, without and with: 12 MB, LayerNorm
+# 2560 16.1 → 11.5 us, RMSNorm 1280 14.4 → 11.3, 18 MB, 20480 17.3 → 14.6, LayerNorm 5120 18.2 → 14.8, 25 MB, 32768 20.3
+# → 18.2, RMSNorm 5120 18.2 → 17.3, 31 MB, LayerNorm 4096 21.9 → 19.9, 50 MB, 512 27.5 → 26.0, 12288 28.5 → 27.1, 24576
+# 30.0 → 27.2; but 31 MB, RMSNorm 7168 19.1 → 21.0, 37 MB, LayerNorm 5120 24.1 → 25.0, 50 MB, RMSNorm 28672 27.5 → 29.7.
+# Of short rows several blocks share slices of two lines, about so many, and where a multiprocessor has several: 12 MB,
+# LayerNorm, 384 15.6 → 12.2, 25 MB, 1280 19.6 → 17.5.
 FLOAT32_SHORT_BYTES = {False: 36 << 20, True: 76 << 20}
 FLOAT32_CLUSTERS, FLOAT32_CLUSTERS_BYTES = {False: 4, True: 8}, {False: 36 << 20, True: 50 << 20}
 FLOAT32_24_COLUMNS_BYTES, FLOAT32_BYTES = 50 << 20, {False: 27 << 20, True: 38 << 20}
@@ -136,10 +152,22 @@ FLOAT32_SHARED_BLOCKS, FLOAT32_SHARED_BLOCKS_OF_SEVERAL = 64, 96
 # RMSNorm's steps of eight rows of 3 to 4 KB are large, and walkers beside column blocks take few of them: up to so many
 # bytes, slices of four lines. 1024, 12 MB, 13.6 → 11.2 us, 18 MB 15.9 → 14.6, 25 MB 17.5 → 18.3 (not shared 21.0).
 FLOAT32_LARGE_STEPS_BYTES = 20 << 20
+# Rows of a thread, as they count, at most (the scanned ones have up to 127); of a slice of which a row fills a part,
+# such a part of these. An H100, without and with column blocks, 12 MB, LayerNorm N=4 16.3, 28.5 us, 8 16.2, 21.2, 32
+# (42 rows, of 67) 15.5, 14.2, 25 MB, 16 21.9, 23.2, RMSNorm 32 (85) 18.7, 20.0, 75 MB, LayerNorm 32 39.9, 43.6, 64
+# (127) 37.4, 37.7.
+FLOAT32_ROWS = 160
 # One row alone (that few_rows.py leaves: off 16 bytes, say) gains from so many columns on, LayerNorm 7.6 → 6.9 us, of
 # 1024 6.2 → 6.6; where dw and db have another type than their sums, and without dx, in any case (an H100, off 16 bytes,
 # without dx, 513 6.0 → 5.0, 2047 6.9 → 5.2, LayerNorm 6.7 → 5.6, 7.5 → 5.7).
 COLUMN_BLOCKS_ONE_ROW = 4096
+# Of rows that lie apart, so that a block has one a step, at most so many, by the block's warps, of four and more the
+# last, and bytes of x's type: threads of such small column blocks have many rows each. An H100, 16 bits, with column
+# blocks and without: one warp, 6 MB, 1024 (977 rows) 11.2, 12.4 us, 768 (1302) 13.0, 12.1, 25 MB, 640 50.9, 20.0,
+# LayerNorm 1024 26.0, 20.1; two, 12 MB, 1536 (1302) 12.4, 13.9, 18 MB, 2048 (1465) 17.1, 15.6, 50 MB, LayerNorm 1536
+# 53.5, 28.3; four, 25 MB, 3072 (1356) 17.7, 18.5, 37 MB (2007) 21.9, 22.1, 50 MB 27.6, 26.9; float32, two, 18 MB,
+# LayerNorm 1536 (977) 17.0, 15.8, 25 MB (1356) 21.9, 18.4.
+APART_ROWS = {2: (1100, 1400, 2000), 4: (1100, 1100, 2000)}
 
 
 class _ColumnBlocks(NamedTuple):
@@ -158,7 +186,7 @@ def column_blocks_grid(
     least_rows = 1 if one_row else 2
     if config.route != "staged" or problem.rows < least_rows or not (problem.want_dw or problem.want_db):
         return None
-    if data_bytes(problem) > _most_bytes(config, problem, device):
+    if data_bytes(problem) > _most_bytes(config, problem, device) or _are_many_apart(config, problem):
         return None
     steps = divide_up(problem.rows, config.groups)
     # Blocks on a multiprocessor, of 256 threads in all, where there is a step for each. Column blocks that are few
@@ -204,6 +232,14 @@ def column_blocks_grid(
     return None
 
 
+def _are_many_apart(config: BackwardConfig, problem: NormProblem) -> bool:
+    """Whether rows that lie apart are more than APART_ROWS."""
+    if not problem.want_dx or not rows_lie_apart(config, problem):
+        return False
+    warps = min(config.threads // WARP, 4)
+    return problem.rows > APART_ROWS.get(problem.x_dtype.itemsize, APART_ROWS[4])[warps.bit_length() - 1]
+
+
 def has_column_blocks(config: BackwardConfig, problem: NormProblem, device: Device) -> bool:
     """Before it is known how many blocks the device holds at the same time: with as many as there may be."""
     blocks_at_once = device.multiprocessors * (STAGED_MAX_THREADS // config.threads)
@@ -239,7 +275,8 @@ def _float32_bytes(config: BackwardConfig, problem: NormProblem) -> int:
 
 def _has_large_steps(config: BackwardConfig, problem: NormProblem) -> bool:
     """Of float32: a warp with 32 columns a thread for each of a block's rows, of which RMSNorm has eight."""
-    return not kernels_sum_db(problem) and config.per_thread == 32 and config.group_threads == WARP
+    of_warps = config.per_thread == 32 and config.group_threads == WARP and config.groups == 8
+    return not kernels_sum_db(problem) and of_warps
 
 
 def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) -> int:
@@ -254,11 +291,14 @@ def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) ->
     if problem.columns <= SHARED_MEDIUM_COLUMNS or not problem.want_dx:
         return COLUMN_BLOCKS_BYTES
     if not slow:
-        long = (alone or problem.columns >= LONG_COLUMNS) and config.per_thread != 24
+        many = config.per_thread > 24 or config.group_threads == STAGED_MAX_THREADS
+        long = many and (alone or problem.columns >= LONG_COLUMNS)
         return LONG_COLUMN_BLOCKS_BYTES if long else COLUMN_BLOCKS_BYTES
     full = config.slab_columns == config.per_thread * config.group_threads
     if alone and not sums_db and not full:
         return COLUMN_BLOCKS_BYTES
+    if sums_db and config.per_thread == 40 and config.group_threads == STAGED_MAX_THREADS:
+        return SLOW_WIDE_COLUMN_BLOCKS_BYTES
     limits = SLOW_COLUMN_BLOCKS_BYTES.get((sums_db, alone), {})
     return limits.get(config.per_thread, LONG_COLUMN_BLOCKS_BYTES)
 
@@ -268,22 +308,24 @@ def _shared_column_blocks(
 ) -> _ColumnBlocks | None:
     """Of wide slices, whose rows several blocks share; None where slices of a block each, as `narrow`, do as well."""
     slow, sums_db, float32 = device.has_slow_memory, kernels_sum_db(problem), _is_float32(config, problem)
-    columns, data = problem.columns, data_bytes(problem)
+    columns, itemsize, data = problem.columns, problem.x_dtype.itemsize, data_bytes(problem)
     if not float32 and not _is_usual(config, problem):
         return None
     least_rows = SHARED_LEAST_ROWS[min(narrow.sectors, 3) - 1] * STAGED_MAX_THREADS / config.threads
-    if config.slabs > 1 or narrow.rows <= least_rows or columns > SHARED_MOST_COLUMNS:
+    fast_wide = not slow and sums_db and config.per_thread == 40 and not float32
+    is_longest = fast_wide and columns == FAST_SHARED_LONGEST
+    if config.slabs > 1 or narrow.rows <= least_rows or not (columns <= SHARED_MOST_COLUMNS or is_longest):
         return None
     scale = device.multiprocessors / 132 * most / COLUMN_BLOCKS
 
     def of(lines: int, blocks: float, powers: bool = False) -> _ColumnBlocks | None:
         """About so many blocks; at most so many, and a power of two of them for each slice, with `powers`."""
         threads = lines * LINE_BYTES // 16
-        slices = divide_up(columns * problem.x_dtype.itemsize, lines * LINE_BYTES)
+        slices = divide_up(columns * itemsize, lines * LINE_BYTES)
         parts = _power_of_two_at_most(blocks * scale / slices) if powers else round(blocks * scale / slices)
         if parts < 2:
             return None
-        rows = divide_up(problem.rows * threads, config.threads * parts)
+        rows = divide_up(problem.rows * threads, config.threads * parts) * _counts_as_rows(itemsize, itemsize)
         return _ColumnBlocks(slices * parts, threads, parts, rows, lines * LINE_BYTES // SECTOR_BYTES)
 
     several = blocks_at_once > device.multiprocessors
@@ -302,7 +344,10 @@ def _shared_column_blocks(
         if slow and (sums_db or data <= SLOW_SHARED_POWERS_BYTES):
             return of(2, SLOW_SHARED_POWERS_BLOCKS, powers=True)
         return of(2, SHARED_MEDIUM_BLOCKS[sums_db])
-    if not slow or data <= SLOW_SHARED_LONG_BYTES[sums_db]:
+    if not slow:
+        long = sums_db and config.per_thread == 32 and data > FAST_SHARED_LONG_BYTES
+        return of(4 if is_longest else 2, FAST_SHARED_LONG_BLOCKS) if fast_wide or long else None
+    if data <= SLOW_SHARED_LONG_BYTES[sums_db]:
         return None
     blocks = SLOW_SHARED_LONG_BLOCKS[sums_db]
     found = [shared for lines in (2, 4)[: 1 if sums_db else 2] if (shared := of(lines, blocks))]
@@ -325,6 +370,10 @@ def _aimed_column_blocks(config: BackwardConfig, problem: NormProblem, together:
         most = SLOW_MOST_AIMED_40 if config.per_thread == 40 else most
     elif slow and config.per_thread == 40 and together == 1 and data > SLOW_WIDE_BYTES:
         least = most = SLOW_WIDE_COLUMN_BLOCKS
+    elif not slow and not sums_db:
+        most = FAST_MOST_AIMED_40 if config.per_thread == 40 else FAST_MOST_AIMED_OF_FOUR if config.slabs == 4 else most
+    elif not slow and config.per_thread == 28:
+        most = FAST_MOST_AIMED_28
     most = min(most, MOST_AIMED_OF_SEVERAL) if together > 1 else most
     return int(min(most, least + more * data / 1e6) * device.multiprocessors / 132)
 
@@ -332,7 +381,7 @@ def _aimed_column_blocks(config: BackwardConfig, problem: NormProblem, together:
 def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, aim: int = 0) -> _ColumnBlocks:
     """At most so many, of slices of a power of two of sectors; of others, too, if there are to be about `aim`."""
     x, dy = problem.x_dtype.itemsize, ITEMSIZE[name_of(problem.dy_dtype)]
-    itemsize, vector = min(x, dy), _vector(config, problem)
+    itemsize, vector = min(x, dy), vector_of(config, problem)
     sector_threads = SECTOR_BYTES // (itemsize * vector)
 
     def slices(column_threads: int) -> int:
@@ -368,12 +417,13 @@ def _most_rows(found: _ColumnBlocks, config: BackwardConfig, problem: NormProble
     """Of a thread of these."""
     width = min(found.sectors, 3) - 1
     if _is_float32(config, problem):
-        return math.inf  # by bytes alone
+        return FLOAT32_ROWS * min(1, problem.columns * problem.x_dtype.itemsize / (found.sectors * SECTOR_BYTES))
     if not problem.want_dx:
         return COLUMN_BLOCK_ROWS_ALONE[width]
     sums_db, slow = kernels_sum_db(problem), device.has_slow_memory
     steep = width == 2 and config.groups > 1
-    if config.groups == 1 and slow and _is_usual(config, problem, most_slabs=8):
+    alone = config.groups == 1 and _is_usual(config, problem, most_slabs=8 if slow else 4)
+    if alone and (slow or not sums_db or config.threads < STAGED_MAX_THREADS):
         return math.inf  # by bytes alone
     if found.parts > 1:
         return COLUMN_BLOCK_ROWS[slow][sums_db][width]
@@ -391,11 +441,11 @@ def column_parts_bytes(
     """Of what column blocks that share a slice's rows found."""
     if row_parts == 1:
         return 0
-    entries = column_threads * _vector(config, problem) * (2 if problem.want_dw and problem.want_db else 1)
+    entries = column_threads * vector_of(config, problem) * (2 if problem.want_dw and problem.want_db else 1)
     return 8 * column_blocks * entries
 
 
-def _vector(config: BackwardConfig, problem: NormProblem) -> int:
+def vector_of(config: BackwardConfig, problem: NormProblem) -> int:
     """Columns that a column block's thread has side by side: kWideVector of backward.cuh."""
     return vector_width(problem.x_dtype.name, name_of(problem.dy_dtype)) if "VECTOR=1" in config.definitions else 1
 

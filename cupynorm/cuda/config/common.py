@@ -72,6 +72,11 @@ class Device(NamedTuple):
         return 0 < self.memory_gbps < 33 * self.multiprocessors and self.has_large_shared_memory
 
     @property
+    def is_fast_9_0(self) -> bool:
+        """An H200, say, or what has as much memory bandwidth for a multiprocessor."""
+        return not self.has_slow_memory and self.compute_capability == (9, 0)
+
+    @property
     def largest_cluster(self) -> int:
         """16 needs a device that allows clusters beyond the portable 8.
 
@@ -192,6 +197,13 @@ def is_short(problem: NormProblem) -> bool:
 
 def have_gaps(problem: NormProblem, *strides: int) -> bool:
     return any(stride != problem.columns for stride in strides)
+
+
+def rows_lie_apart(config: BackwardConfig, problem: NormProblem) -> bool:
+    """Whether blocks are small, as each has one row a step: of more, which have gaps between them, none is copied with
+    another."""
+    small = config.route == "staged" and config.slabs == config.groups == 1 and config.threads < STAGED_MAX_THREADS
+    return small and have_gaps(problem, problem.x_row_stride, problem.dy_row_stride)
 
 
 def data_bytes(problem: NormProblem) -> int:
@@ -319,18 +331,19 @@ def staged_definitions(
     short: bool = False,
     gaps: bool = False,
     draws: bool = False,
+    turned: bool = False,
 ) -> tuple[str, ...]:
     switches = {"PACED=1": paced, "SHORT_ROWS=1": short, "ROW_GAPS=1": gaps, "DRAW_SHORT_ROWS=1": draws}
     others = (definition for definition, on in switches.items() if on)
-    return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}", *part_definitions(part), *others
+    return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}", *part_definitions(part, turned), *others
 
 
 def for_dx_alone(definitions: tuple[str, ...]) -> tuple[str, ...]:
     return (*(text for text in definitions if text != "PACED=1"), "DX_ALONE=1")
 
 
-def part_definitions(part: bool) -> tuple[str, ...]:
-    return ("PART_OF_WARP=1",) if part else ()
+def part_definitions(part: bool, turned: bool = False) -> tuple[str, ...]:
+    return ("PART_OF_WARP=1", *(("TURN_ROWS=1",) if turned else ())) if part else ()
 
 
 def reserved_definitions(

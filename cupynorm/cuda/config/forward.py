@@ -60,6 +60,12 @@ FORWARD_FEW_LANES = 4
 # 257 92.7 → 88.7, with 513 92.3 → 103.3 (not there), 129 with 1 124.3 → 125.9, LayerNorm 107.4 → 85.1, 107.5 → 94.1,
 # 107.7 → 110.2, 148.1 → 149.2.
 FORWARD_MOST_COPIED_GAPS = {True: {"rmsnorm": 1.3, "layernorm": 1.3}, False: {"rmsnorm": 1.75, "layernorm": 2.0}}
+# Where rows lie apart, so that a block of one warp has one a step, no more blocks on a multiprocessor. An H100, with
+# twelve, LayerNorm with sixteen, and so: 25 MB, 640 with gaps of 64 13.3 → 12.5 us, LayerNorm 15.4 → 13.3, 100 MB 38.1
+# → 34.4, 38.6 → 35.3, 1 GB 351 → 336, 349 → 338, 6 MB 9.4 → 7.9, 10.0 → 8.1, 1024, 100 MB 32.1 → 30.0, 33.7 → 30.2; off
+# 16 bytes, with twelve, LayerNorm 1001 with gaps of 201, 42.8 → 36.3, 1 GB 326 → 282. With ten they mostly took longer
+# than with twelve, blocks of two warps as long with four as with six.
+FORWARD_APART_WARPS = 8
 # Steps that the forward pass has in flight at least; more where each walker has few steps. 100 MB, LayerNorm with two
 # and three, N=2560 24.3 → 23.4 us, 4096 23.6 → 22.6, 12288 24.6 → 23.4, 20480 25.2 → 23.7; 200 MB 0.5 to 3% less; 400
 # MB −2 to +1.5%; RMSNorm as long, 131072 23.2 → 22.6; float32, 100 MB, 1 to 4% less in both.
@@ -284,6 +290,8 @@ def _forward_staged(
         per_thread, group = held
         b_in_shared = _keeps_b_in_shared(problem.norm, name, vector > 1, held, cluster, device)
         at_once = _forward_threads_at_once(problem.norm, name, vector > 1, held, b_in_shared, device)
+        if cluster == 1 and group == WARP and not several:
+            at_once = min(at_once, FORWARD_APART_WARPS * WARP)
         block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
         groups = groups_in_block(block_threads, group, problem.rows) if cluster == 1 and several else 1
         threads = groups * group

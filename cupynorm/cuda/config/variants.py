@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from .backward import (
     may_fill_lanes,
     may_form_gangs,
     may_keep_pace,
+    may_turn_rows,
     part_of_warp_lanes,
     widening_definitions,
 )
@@ -77,12 +78,13 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             return (*staged_choice(kind[1], kind[2], kind[4], cluster, device), *filling)
 
         parts = part_of_warp_lanes(x, vector, choices(1, device), device)
-        for per_thread in parts:
-            direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, True))
+        turns = {n: sorted({may_turn_rows(vector, (n, lanes)) for lanes in _lanes_between(*parts[n])}) for n in parts}
+        for per_thread, turned in ((n, turned) for n in parts for turned in turns[n]):
+            direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, True, turned))
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
         paced_of = functools.partial(may_keep_pace, kind)
         short_of = functools.partial(has_short_rows, x, vector)
-        summing = list(_staged_variants("backward_staged", definitions, x, device, choices, parts, paced_of, short_of))
+        summing = list(_staged_variants("backward_staged", definitions, x, device, choices, turns, paced_of, short_of))
         if may_form_gangs(x, dy, vector, device):
             summing.append(Variant("backward_staged.cu", ("backward_staged",), (*definitions, *gang_definitions())))
         yield from summing
@@ -103,7 +105,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         def paced(held: tuple[int, int], cluster: int, full: bool, norm: str = norm, vector: bool = vector) -> bool:
             return forward_keeps_pace(norm, held, cluster, vector, full)
 
-        yield from _staged_variants("forward_staged", definitions, x, device, choices, parts, paced, lambda *_: False)
+        turns = {n: [False] for n in parts}
+        yield from _staged_variants("forward_staged", definitions, x, device, choices, turns, paced, lambda *_: False)
         if device.has_large_shared_memory and may_draw_short_rows(norm, x, vector):
             for per_thread, part in ((columns_per_thread(x), False), *((n, True) for n in parts)):
                 staged = staged_definitions(per_thread, 1, part, paced=False, draws=True)
@@ -112,6 +115,13 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         yield Variant("widen_w.cu", ("widen_w",), widening_definitions(x))
     for x, streaming in product(FLOAT_NAMES, (False, True)):
         yield Variant("triad.cu", ("triad",), triad_definitions(x, streaming))
+
+
+def _lanes_between(least: int, most: int) -> Iterator[int]:
+    """Numbers of lanes that may share a row: powers of two."""
+    while least <= most:
+        yield least
+        least *= 2
 
 
 def _few_rows_definitions(x: str, dy: str, definitions: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -128,17 +138,17 @@ def _staged_variants(
     x: str,
     device: Device,
     choice_of: Callable[[int, Device], Choice],
-    part_of_warp: Iterable[int],
+    turns: dict[int, list[bool]],
     paced_of: Callable[[tuple[int, int], int, bool], bool],
     short_of: Callable[[int, int], bool],
 ) -> Iterator[Variant]:
-    """One for every pair of columns a thread and blocks a cluster, two where only some rows keep pace, are short, or
-    have gaps between them."""
+    """One for every pair of columns a thread and blocks a cluster, two where only some rows keep pace, are short, are
+    turned, or have gaps between them. `turns` has the columns a thread of rows of a part of a warp."""
     if not device.has_clusters:
         return
     clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
     pairs = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
-    parts = {(n, 1, True) for n in part_of_warp}
+    parts = {(n, 1, True) for n in turns}
     wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
     for per_thread, cluster, part in sorted(wholes | parts):
         warp_or_less = part or per_thread <= columns_per_thread(x)
@@ -148,6 +158,6 @@ def _staged_variants(
         least_columns = (1, fills_warp) if cluster == 1 and not part else (fills_warp,)
         shorts = sorted({short_of(per_thread, n) for n in least_columns})
         gaps = (False, True) if warp_or_less and cluster == 1 else (False,)
-        for paced, short, gap in product(paces, shorts, gaps):
-            staged = (*definitions, *staged_definitions(per_thread, cluster, part, paced, short, gap))
+        for paced, short, gap, turned in product(paces, shorts, gaps, turns[per_thread] if part else (False,)):
+            staged = (*definitions, *staged_definitions(per_thread, cluster, part, paced, short, gap, turned=turned))
             yield Variant(f"{kernel}.cu", (kernel,), staged)

@@ -6,6 +6,7 @@ from ...problem import NormProblem
 from .column_blocks import column_blocks_grid
 from .common import (
     STEP_COUNTERS,
+    WARP,
     BackwardConfig,
     Device,
     ForwardConfig,
@@ -13,10 +14,24 @@ from .common import (
     compute_itemsize,
     data_bytes,
     divide_up,
+    rows_lie_apart,
 )
 
 # One walker on a multiprocessor then beats two: LayerNorm, 1017x4096, where walkers met, 19.7 us, 21.0 with two.
 FEW_ROWS_A_WALKER = 4
+# Of blocks of one warp or two that have one row a step, as rows lie apart: so many on a multiprocessor, by warps, of
+# three as of two, but with about the least steps each, and only where such have fewer than the most steps, where memory
+# is fast, off 16 bytes, and else; with more there are as many as may be. On a multiprocessor one, two, three, four, six
+# and eight of one warp, an H100, 6 MB, 1024 14.1, 12.2, 12.4, 12.8, 21.0 us, 25 MB 35.0, 23.3, 20.1, 19.7, 20.7, 22.9,
+# 100 MB 113, 63.9, 53.4, 49.0, 48.1, 50.2, 1 GB 1052, 538, 397, 363, 347, 350; LayerNorm 640, 50 MB, 74.0, 43.3, 34.0,
+# 31.1, 34.9, 36.4; off 16 bytes, LayerNorm 1001 with gaps of 201, 25 MB 49.9, 30.7, 25.2, 23.4, 24.3, 26.4, 100 MB 168,
+# 89.8, 65.3, 57.5, 55.4, 54.2. One to four of two warps, 25 MB, 1536 28.8, 19.2, 17.9, 18.8, 300 MB 247, 132, 116, 113.
+# With 92 multiprocessors, eight and so many, as 25 MB, 768 18.9, 17.2, as 50 MB 24.9, 26.7, as 100 MB 38.8, 44.2. In
+# any case where memory is slow and a warp's walkers keep no pace: 1 GB, 640 412 → 371, LayerNorm 422 → 373, 608 420 →
+# 375, 428 → 382, with gaps of 64 372 → 358, 374 → 365, 520 with gaps of 8 and 64 403 → 422, 442 → 422 (92
+# multiprocessors, 640 259 → 341).
+APART_WALKERS, APART_LEAST_STEPS = {WARP: 4, 2 * WARP: 3, 3 * WARP: 3}, 4
+FAST_APART_MOST_STEPS, APART_MOST_STEPS = 12, {False: 16, True: 48}
 # With fewer steps a walker there are as few walkers as take no more steps each, if these are such a part or more:
 # where 132 take 15 or 16, 128 take 16. 100 MB, RMSNorm, N=4096 36.2 → 35.6 us, 16384 36.2 → 35.8; 25 MB, 768, with 227
 # of 264, 16.8 → 16.3, LayerNorm 1280, with 102 of 132, 19.5 → 18.9; forward, LayerNorm, 100 MB, N=65536 26.5 → 25.5,
@@ -50,7 +65,9 @@ def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: i
     `blocks_at_once` is how many blocks (clusters, gangs) the device holds at the same time.
     """
     walkers = divide_up(blocks_at_once, config.slabs) if config.route == "split" else blocks_at_once
-    if problem.rows <= FEW_ROWS_A_WALKER * walkers:
+    if rows_lie_apart(config, problem) and config.threads in APART_WALKERS:
+        walkers = min(walkers, _apart_walkers(config, problem.rows, walkers, device))
+    elif problem.rows <= FEW_ROWS_A_WALKER * walkers:
         walkers = min(walkers, device.multiprocessors)
     bytes_a_row = problem.columns * compute_itemsize(problem.x_dtype.name) * (2 if problem.want_db else 1)
     steps = divide_up(problem.rows, config.groups)
@@ -58,6 +75,17 @@ def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: i
     walkers = min(walkers, max(1, WORKSPACE_BYTES // 2 // bytes_a_row), 1 if one_takes_all else steps)
     walkers = max(1, walkers)
     return _evenly(steps, walkers) if config.route == "staged" and "VECTOR=1" in config.definitions else walkers
+
+
+def _apart_walkers(config: BackwardConfig, rows: int, walkers: int, device: Device) -> int:
+    most = APART_WALKERS[config.threads] * device.multiprocessors
+    vector = "VECTOR=1" in config.definitions
+    always = device.has_slow_memory and vector and config.threads == WARP and not config.lead
+    most_steps = APART_MOST_STEPS[vector] if device.has_slow_memory else FAST_APART_MOST_STEPS
+    if rows >= most_steps * most and not always:
+        return walkers
+    on_each = max(1, round(rows / (APART_LEAST_STEPS * device.multiprocessors)))
+    return min(most, on_each * device.multiprocessors)
 
 
 def _evenly(steps: int, walkers: int) -> int:
