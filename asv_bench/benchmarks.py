@@ -37,6 +37,7 @@ VERSION = "1"
 BACKWARD = ["rmsnorm_backward", "layernorm_backward"]
 FORWARD = ["rmsnorm_forward", "layernorm_forward"]
 SETUP_SECONDS = 900.0
+GAP = 64
 
 # asv's own --quick repeats timed functions less often, but these are measured by cupynorm.bench, case by case.
 QUICK = os.environ.get("CUPYNORM_QUICK") == "1"
@@ -129,7 +130,10 @@ def on_cuda(
 
 
 def bandwidth(cupy: Any, op: str, rows: int, columns: int, dtype: str, w_dtype: str) -> Figures:
-    measured = bench.measure(op, rows, columns, dtype, w_dtype, xp=cupy)
+    return figures_of(bench.measure(op, rows, columns, dtype, w_dtype, xp=cupy))
+
+
+def figures_of(measured: bench.Measurement) -> Figures:
     return {
         "GB/s": rounded(measured.gbps),
         "fraction": rounded(measured.fraction),
@@ -137,9 +141,25 @@ def bandwidth(cupy: Any, op: str, rows: int, columns: int, dtype: str, w_dtype: 
     }
 
 
+def rows_of(columns: int, megabytes: int) -> int:
+    """Of bfloat16, in three tensors."""
+    return max(1, round(megabytes * 1e6 / (3 * columns * 2)))
+
+
 def bandwidth_of_data(cupy: Any, op: str, columns: int, megabytes: int) -> Figures:
-    rows = max(1, round(megabytes * 1e6 / (3 * columns * 2)))
-    return bandwidth(cupy, op, rows, columns, "bfloat16", "float32")
+    return bandwidth(cupy, op, rows_of(columns, megabytes), columns, "bfloat16", "float32")
+
+
+def bandwidth_with_gaps(cupy: Any, op: str, columns: int, megabytes: int) -> Figures:
+    """GAP elements lie between the rows of x and dy."""
+    case = bench.case(op, rows_of(columns, megabytes), columns, "bfloat16", "float32")
+    inputs = bench.make_inputs(case, cupy)
+    for name in {"x", "dy"} & inputs.keys():
+        rows, columns = inputs[name].shape
+        view = cupy.empty((rows, columns + GAP), inputs[name].dtype)[:, :columns]
+        view[...] = inputs[name]
+        inputs[name] = view
+    return figures_of(bench.measure_case(case, inputs, xp=cupy))
 
 
 class _Measured:
@@ -198,6 +218,30 @@ class CudaForward(_Measured):
         return self.figures["fraction"]
 
     @shown("Forward on CUDA: time", "us")
+    def track_microseconds(self, *_: Any) -> float:
+        return self.figures["us"]
+
+
+class CudaGaps(_Measured):
+    """bfloat16 x with float32 w, with gaps between the rows of x and dy."""
+
+    params = cases(BACKWARD + FORWARD, [640, 1024, 2048], [12, 37, 100])
+    param_names = ("op", "N", "data MB")
+
+    def setup_cache(self) -> Cache:
+        return on_cuda(self.params, bandwidth_with_gaps)
+
+    setup_cache.timeout = SETUP_SECONDS  # type: ignore[attr-defined]
+
+    @shown("Rows with gaps on CUDA: bandwidth", "GB/s")
+    def track_gbps(self, *_: Any) -> float:
+        return self.figures["GB/s"]
+
+    @shown("Rows with gaps on CUDA: fraction of z = x + dy", "of triad")
+    def track_fraction(self, *_: Any) -> float:
+        return self.figures["fraction"]
+
+    @shown("Rows with gaps on CUDA: time", "us")
     def track_microseconds(self, *_: Any) -> float:
         return self.figures["us"]
 

@@ -56,18 +56,22 @@ def stand_in(benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterato
             using_allocator=lambda _: contextlib.nullcontext(),
         ),
         get_default_memory_pool=lambda: pool,
+        empty=np.empty,
     )
-    make_inputs = bench.make_inputs
+    make_inputs, measure_case = bench.make_inputs, bench.measure_case
     small = lambda case: bench.case(case.op, min(case.rows, 8), min(case.columns, 128), case.dtype, case.w_dtype)  # noqa: E731
     monkeypatch.setattr(benchmarks, "need_cuda", lambda: cupy)
     monkeypatch.setattr(benchmarks, "need_torch", lambda: cupy)
     monkeypatch.setattr(benchmarks, "as_tensor", lambda array: array)
     monkeypatch.setattr(bench, "make_inputs", lambda case, xp=np: make_inputs(small(case)))
     monkeypatch.setattr(
+        bench, "measure_case", lambda case, inputs=None, xp=np: measure_case(small(case), inputs, repeats=1)
+    )
+    monkeypatch.setattr(
         bench,
         "measure",
         lambda op, rows, columns, dtype="float32", w_dtype=None, xp=np, repeats=1: bench.measure_case(
-            small(bench.case(op, rows, columns, dtype, w_dtype)), repeats=1
+            bench.case(op, rows, columns, dtype, w_dtype)
         ),
     )
     monkeypatch.setattr(bench, "FLUSH_BYTES", 1 << 10)
@@ -86,7 +90,7 @@ def tracks(each: type) -> list[Any]:
 
 def test_everything_has_a_name_a_unit_and_named_parameters(benchmarks: ModuleType) -> None:
     names = [track.pretty_name for each in classes(benchmarks) for track in tracks(each)]
-    assert len(names) == len(set(names)) == 19
+    assert len(names) == len(set(names)) == 22
     for each in classes(benchmarks):
         assert len(getattr(each, "params", ())) == len(getattr(each, "param_names", ())), each
         for track in tracks(each):
@@ -109,7 +113,7 @@ def test_quick_leaves_one_case_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("stand_in")
 def test_every_case_gets_its_figures(benchmarks: ModuleType) -> None:
     measured = [each for each in classes(benchmarks) if hasattr(each, "setup_cache")]
-    assert len(measured) == 7
+    assert len(measured) == 8
     for each in measured:
         cache = each().setup_cache()  # type: ignore[attr-defined]
         keys = list(itertools.product(*each.params))  # type: ignore[attr-defined]
