@@ -162,8 +162,8 @@ class Plan:
             if name in results
         }
         self._new = [place for place in places.values() if place[0] >= len(specs) or specs[place[0]] is None]
-        # The last two, dw and db, or mean and rstd, are small; of one shape and dtype, they share an allocation.
-        paired = len(self._new) >= 2 and self._new[-2][2:] == self._new[-1][2:]
+        # dw and db, or mean and rstd, which are small, of one shape and dtype, share an allocation.
+        paired = [position for _, position, *_ in self._new[-2:]] == [1, 2]
         self._alone, self._pair = (self._new[:-2], self._new[-2:]) if paired else (self._new, [])
         self._apart = _allocated_bytes(*self._new[-1][2:]) if paired else 0
         self._stand_ins = [place for name, place in places.items() if name in problem.copies]

@@ -126,6 +126,23 @@ def test_every_case_gets_its_figures(benchmarks: ModuleType) -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
+def test_rows_with_gaps_have_them(benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_case, seen = bench.measure_case, []
+    monkeypatch.setattr(
+        bench, "measure_case", lambda case, inputs, xp: seen.append(inputs) or measure_case(case, inputs)
+    )
+    for op in ("layernorm_backward", "rmsnorm_forward"):
+        benchmarks.bandwidth_with_gaps(SimpleNamespace(empty=np.empty), op, 128, 1)
+        usual = bench.make_inputs(bench.case(op, 8, 128, "bfloat16", "float32"))
+        found = seen.pop()
+        assert found.keys() == usual.keys()
+        for name, value in found.items():
+            assert np.array_equal(value, usual[name])
+            if name in ("x", "dy"):
+                assert value.strides == ((128 + benchmarks.GAP) * 2, 2)
+
+
+@pytest.mark.usefixtures("stand_in")
 def test_what_fails_and_what_does_not_fit(benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(op: str, rows: int, columns: int, *_: Any, xp: Any) -> Any:
         raise Full("too large") if columns == 65536 else RuntimeError("an older commit's fault")

@@ -402,7 +402,7 @@ def test_walkers_of_rows_that_lie_apart(norm, rows, columns, name, gap, fast, sl
     ],
 )
 def test_column_blocks_beside_rows_that_lie_apart(norm, rows, columns, name, expected):
-    """APART_ROWS; with a row less between them, or none, those of dense rows."""
+    """Of at most APART_ROWS; rows without gaps have them here in any case."""
     device = DEVICES["sm_90_slow"]
     problem = apart(columns, name, rows, norm)
     chosen = config.backward_config(problem, True, device)
@@ -1509,7 +1509,7 @@ def test_a_walker_of_larger_steps_has_fewer_before_the_others(norm, columns, nam
     ],
 )
 def test_more_is_in_flight_where_pace_is_kept(norm, columns, name, long, short):
-    """In launches so long that it is; nothing else depends on that here."""
+    """In launches so long that it is, did they not have column blocks; nothing else depends on that here."""
     hopper = DEVICES["sm_90"]
     chosen = config.backward_config(backward(columns, name, name, 1 << 20, norm), True, hopper)
     walkers, groups = at_once_on_h200(chosen), chosen.groups

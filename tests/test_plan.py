@@ -181,6 +181,16 @@ def test_dw_and_db_share_an_allocation_as_mean_and_rstd_do(device: FakeDevice) -
     assert [size for _, size in device.allocated if size != x.nbytes] == list(sizes)
 
 
+def test_dx_has_an_allocation_of_its_own_where_it_is_as_large_as_dw(device: FakeDevice) -> None:
+    """Whoever keeps dw is not to keep dx."""
+    x, rstd = device.array((64,)), device.array(())
+    dx, dw = cupynorm.rmsnorm_backward(x, x, x, rstd)
+    assert dx.data.mem is not dw.data.mem
+    dx, dw, db = cupynorm.layernorm_backward(x, x, x, rstd, rstd, output_mask=(True, True, False))
+    assert db is None
+    assert dx.data.mem is not dw.data.mem
+
+
 def test_what_no_one_wants_is_neither_made_nor_written(device: FakeDevice) -> None:
     backward("layernorm", call_of(device, "layernorm"))  # the stream's first
     for mask in itertools.product([True, False], repeat=3):
