@@ -274,6 +274,7 @@ def test_slices_of_any_width(
     aim = dict.fromkeys((False, True), dict.fromkeys((False, True), (column_blocks, 0, column_blocks)))
     monkeypatch.setattr("cupynorm.cuda.config.column_blocks.AIMED_COLUMN_BLOCKS", aim)
     monkeypatch.setattr("cupynorm.cuda.config.column_blocks.BROKEN_LINES", 1)
+    monkeypatch.setattr("cupynorm.cuda.config.column_blocks.FAST_MOST_AIMED_40", column_blocks)
     case = case_of(norm, rows, columns)
     tensors = make_case(np, case)
     results = backward(norm, on_device(device, tensors), has_bias=case.has_bias)
