@@ -135,7 +135,8 @@ def _spec_of(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: Any
 
 def _allocated_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     """What an array takes of CuPy's pool: a multiple of 512."""
-    return -(-math.prod(shape) * dtype.itemsize // 512) * 512
+    size: int = math.prod(shape) * dtype.itemsize
+    return -(-size // 512) * 512
 
 
 class Plan:
