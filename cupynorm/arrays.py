@@ -130,7 +130,7 @@ class Device:
         return tuple(layouts), addresses, arrays, None, False
 
     def empty_pair(self, shape: tuple[int, ...], dtype: np.dtype[Any], apart: int) -> tuple[Array, Array]:
-        """Two new arrays that begin so many bytes apart in one allocation, which takes as long as the rest of an array."""
+        """Two new arrays that begin so many bytes apart in one allocation, which takes half the time of making one."""
         memory = self._alloc(2 * apart)
         return self._make(shape, dtype, memory), self._make(shape, dtype, memory + apart)
 
