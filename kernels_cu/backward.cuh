@@ -40,6 +40,14 @@ static_assert(kVectors * kVector == kColumnsPerThread, "the vectors cover a thre
 
 #include "columns.cuh"
 
+// Of backward_staged.cu; the blocks of others have whole rows.
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+#ifndef GANG
+#define GANG 0
+#endif
+
 // A thread adds this many rows into registers before it adds the registers into the second level: two levels keep the
 // error of long float32 sums at that of short ones. Relative to the sum, n terms cost about 2.5e-8·sqrt(n/2).
 constexpr int kRowsPerFlush = 16;
@@ -347,8 +355,11 @@ __device__ inline Attendance publish_columns(const BackwardArguments& a, ColumnS
 }
 
 // Whether each vector has sums of its own, added to the row's in turn: so a thread may have a single vector, as in
-// backward_few_rows.cu, and the row's sums the same bits. With 40 columns LayerNorm has no register for that.
-constexpr bool kSumsByVector = kVector > 1 && kColumnsPerThread <= 32;
+// backward_few_rows.cu, and the row's sums the same bits. Not where LayerNorm's loop is nearly as slow as memory, or registers run out
+// (N=3072, 1 GB, 243.2 → 241.6 us in turn, 7168 242.9 → 240.3, on an H200), nor where several blocks share a row: few rows have no
+// kernel for that.
+constexpr bool kFewColumns = kColumnsPerThread <= 32 && !(kLayerNorm && kWholeWarps && (kColumnsPerThread == 24 || kColumnsPerThread == 28));
+constexpr bool kSumsByVector = kVector > 1 && kFewColumns && CLUSTER == 1 && !GANG;
 
 // The first half of a row's work, for one vector: its share of the row's sums and of the columns' sums. Both take the
 // product dy·(x − mean), which saves an operation; it stays far inside the range of float32 unless dy and x both leave it.

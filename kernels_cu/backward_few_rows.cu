@@ -4,15 +4,18 @@
 // VECTORS_A_THREAD where a row has more of them than a block has threads. The first blocks write dx, each of one row, or of
 // several rows of a warp or less. The blocks behind them sum dw and db (column_blocks.cuh), or write those of a single row.
 //
-// A row's dx has the bits of backward_staged.cu, where a thread has COLUMNS_PER_THREAD columns: the sums of such a thread's
-// vectors, which several threads have here, go through shared memory and are added up in that kernel's order.
+// A row's dx has the bits of backward_staged.cu, where a thread has COLUMNS_PER_THREAD columns. Where each of its vectors has sums of
+// its own (kSumsByVector), these, which several threads have here, go through shared memory and are added up in that kernel's
+// order. Else a thread has all of its vectors here, too.
 //
-// Compile-time switch, beside those of backward.cuh: VECTORS_A_THREAD, 1, 2 or 4.
+// Compile-time switch, beside those of backward.cuh: VECTORS_A_THREAD, 1, 2, 4, or all.
 #include "backward.cuh"
 #include "column_blocks.cuh"
 #include "staged.cuh"
 
 constexpr int kOwn = VECTORS_A_THREAD;
+constexpr bool kWholeThreads = !kSumsByVector;
+static_assert(!kWholeThreads || (kOwn == kVectors && kWholeWarps), "a thread holds what one of backward_staged.cu holds");
 constexpr int kMostThreads = 512;
 constexpr int kSumVectors = 128;  // of a single row, whose dw and db one block writes
 constexpr int kWarpsOfRow = kMaxWarps;  // that share a row in backward_staged.cu, at most
@@ -41,7 +44,7 @@ struct FewRowsArguments {
 };
 static_assert(sizeof(FewRowsArguments) == FEW_ROWS_ARGUMENT_BYTES, "the Python side packs the same struct");
 
-// A thread's vectors, those of its row that are `threads` apart.
+// A thread's vectors: those of its row that are as many apart as the row has threads, or with kWholeThreads a warp has.
 struct OwnVectors {
     int row, first, step;  // in columns
     int columns;
@@ -58,33 +61,49 @@ struct OwnVectors {
         active = row < a.rows && row_of_block < a.block_rows;
         first = vector * kVector;
         step = threads * kVector;
+        if constexpr (kWholeThreads) {
+            const Columns held(threadIdx.x, a.group_threads, a.columns);
+            active = threadIdx.x < a.group_threads;
+            first = held.first;
+            step = held.step();
+        }
     }
     __device__ int at(int i) const { return first + i * step; }
     __device__ bool holds(int i) const { return active && at(i) < columns; }
     // Where it has no column it reads what an idle thread of backward_staged.cu reads, so that an Inf there shows here, too: the
     // first column of its team. There may be none.
-    __device__ int read_from(int i) const {
+    __device__ int read_from(int i) const { return at(i) < columns ? at(i) : first_of_team(i); }
+    __device__ bool reads(int i) const { return active && first_of_team(i) < columns; }
+
+private:
+    __device__ int first_of_team(int i) const {
         constexpr int kTeamColumns = kTeamThreads * kColumnsPerThread;
-        return at(i) < columns ? at(i) : at(i) / kTeamColumns * kTeamColumns;
+        return kWholeThreads ? threadIdx.x / kTeamThreads * kTeamColumns : at(i) / kTeamColumns * kTeamColumns;
     }
 };
 
-// Adds up the sums of a row's vectors, for which `all` has room: those of one thread of backward_staged.cu, in turn, then those of
-// its warp's lanes, then its warps. By all threads of the block.
-__device__ inline Sums<Compute> sum_row(Sums<Compute>* all, const Sums<Compute> (&own)[kOwn], const FewRowsArguments& a) {
+constexpr int kOwnSums = kWholeThreads ? 1 : kOwn;
+
+// Adds up the sums of a row's vectors: those of one thread of backward_staged.cu, in turn, for which `all` has room where it is not
+// one here, then those of its warp's lanes, then its warps. By all threads of the block.
+__device__ inline Sums<Compute> sum_row(Sums<Compute>* all, const Sums<Compute> (&own)[kOwnSums], const FewRowsArguments& a) {
     __shared__ Sums<Compute> of_warps[kWarpsOfRow];
     const int lanes = kWholeWarps ? 32 : a.group_threads, warps = kWholeWarps ? a.group_threads >> 5 : 1;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & (lanes - 1);
+    if constexpr (!kWholeThreads) {
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) all[threadIdx.x + i * blockDim.x] = own[i];
-    __syncthreads();
-    Sums<Compute> sums = {Compute(0), Compute(0)};
+        for (int i = 0; i < kOwn; ++i) all[threadIdx.x + i * blockDim.x] = own[i];
+        __syncthreads();
+    }
+    Sums<Compute> sums = own[0];
     if (warps == 1 || warp < warps) {  // a single warp's by all warps, each for itself
-        const int group = kWholeWarps ? (warps == 1 ? 0 : warp) : (threadIdx.x >> log2_of(lanes)) / kVectors;
-        const int first = group * kVectors * lanes;
-        sums = all[first + lane];
+        if constexpr (!kWholeThreads) {
+            const int group = kWholeWarps ? (warps == 1 ? 0 : warp) : (threadIdx.x >> log2_of(lanes)) / kVectors;
+            const int first = group * kVectors * lanes;
+            sums = all[first + lane];
 #pragma unroll
-        for (int k = 1; k < kVectors; ++k) sums.add(all[first + k * lanes + lane]);
+            for (int k = 1; k < kVectors; ++k) sums.add(all[first + k * lanes + lane]);
+        }
         if (kWholeWarps || lanes == 32) sum_over_lanes<kLayerNorm, 32>(sums);
         else sum_over_lanes<kLayerNorm>(sums, lanes);
     }
@@ -137,21 +156,26 @@ __device__ inline void write_rows(const FewRowsArguments& a, Sums<Compute>* all)
     RowStatistics row = {};
     const X* const x_row = a.x + own.row * a.x_row_stride;
     const Dy* const dy_row = a.dy + own.row * a.dy_row_stride;
+    const auto load = [&](int i) {
+        x[i].load_streaming(x_row + own.read_from(i));
+        dy[i].load_streaming(dy_row + own.read_from(i));
+    };
+    // Asked for together: by a branch for each vector LayerNorm, float32, 1x1536, took 7.6 us.
+    if (kWholeThreads && own.reads(0)) {
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-        const int column = own.read_from(i);
-        if (!own.active || column >= a.columns) continue;
-        x[i].load_streaming(x_row + column);
-        dy[i].load_streaming(dy_row + column);
+        for (int i = 0; i < kOwn; ++i) load(i);
+    }
+#pragma unroll
+    for (int i = 0; !kWholeThreads && i < kOwn; ++i) {
+        if (own.reads(i)) load(i);
     }
     if (own.active) row.load(a, own.row);
     w.load(a.w, a.w_code, own);
 
-    Sums<Compute> sums[kOwn];
+    Sums<Compute> sums[kOwnSums] = {};
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-        sums[i] = {Compute(0), Compute(0)};
-        first_half<true, false>(sums[i], nullptr, i, x[i], dy[i], w, row);
+        first_half<true, false>(sums[kWholeThreads ? 0 : i], nullptr, i, x[i], dy[i], w, row);
     }
     const RowCoefficients coefficients(sum_row(all, sums, a), a.reciprocal_columns, row);
     X* const dx = a.dx + own.row * a.dx_row_stride;
@@ -161,7 +185,10 @@ __device__ inline void write_rows(const FewRowsArguments& a, Sums<Compute>* all)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kMostThreads, 1) backward_few_rows(const FewRowsArguments a) {
+// With 40 columns a thread has no room in 128 registers.
+constexpr int kBlockThreads = kColumnsPerThread > 32 ? kMaxThreads : kMostThreads;
+
+extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) backward_few_rows(const FewRowsArguments a) {
     extern __shared__ __align__(16) char shared[];
     if (blockIdx.x < a.row_blocks) {
         write_rows(a, reinterpret_cast<Sums<Compute>*>(shared));

@@ -806,9 +806,7 @@ def test_column_blocks_without_dx_or_db(rows, columns, at_once, want_dx, expecte
 def test_one_row_has_column_blocks_where_its_sums_are_narrowed_or_it_is_long():
     """Where it has no kernel of its own; without dx in any case."""
     for columns, w, aligned, want_dx, expected in (
-        (1280, "float32", True, True, 0),  # 40 columns a thread
         (1280, "float32", True, False, 80),
-        (1280, "bfloat16", True, True, 40),
         (1024, "float32", False, True, 0),
         (1024, "bfloat16", False, True, 64),
         (4096, "float32", False, True, 64),
@@ -828,7 +826,8 @@ def test_few_rows_fit_their_blocks(device, x, dy):
     """Each block's rows and columns are there, in memory that it may have, and all blocks run at the same time."""
     found = 0
     source = (module.source_directory() / "backward_few_rows.cu").read_text(encoding="utf-8")
-    assert f"kMostThreads = {config.few_rows.FEW_ROWS_MOST_THREADS};" in source
+    assert "kBlockThreads = kColumnsPerThread > 32 ? kMaxThreads : kMostThreads;" in source
+    assert "kMostThreads = 512;" in source
     assert f"kSumVectors = {config.few_rows.FEW_ROWS_SUM_VECTORS};" in source
     least_gap = 16 // min(DTYPES[x].itemsize, DTYPES[dy].itemsize)
     for columns, rows, norm, gap in product(COLUMNS, (1, 2, 60, 250, 1000), ("rmsnorm", "layernorm"), (0, least_gap)):
@@ -845,14 +844,19 @@ def test_few_rows_fit_their_blocks(device, x, dy):
         wide = config.common.vector_width(x, dy)
         vector = wide if chosen.per_thread % wide == 0 else wide // 2
         of_row = chosen.group_threads * chosen.per_thread // vector // own  # threads
+        whole_warps = chosen.per_thread > config.common.columns_per_thread(x) and "PART_OF_WARP=1" not in definitions
+        # kWholeThreads: those of backward_staged.cu
+        whole = chosen.per_thread > 32 or (norm == "layernorm" and whole_warps and chosen.per_thread in (24, 28))
+        most = 256 if chosen.per_thread > 32 else 512
         assert few.threads % 32 == 0
-        assert few.block_rows * of_row <= few.threads <= 512
-        assert own == 1 or few.threads == of_row
+        assert few.block_rows * of_row <= few.threads <= most
+        assert of_row == chosen.group_threads if whole else own in (1, 2, 4)
+        assert own == 1 or few.threads == max(of_row, 128 if whole else 0)
         assert own * of_row * vector >= columns
         assert (few.row_blocks - 1) * few.block_rows < rows <= few.row_blocks * few.block_rows
-        assert few.row_blocks + few.column_blocks <= device.multiprocessors * (512 // few.threads)
+        assert few.row_blocks + few.column_blocks <= device.multiprocessors * (most // few.threads)
         entry = config.common.compute_itemsize(x)
-        room = 2 * entry * own * -(-few.threads // of_row) * of_row
+        room = 0 if whole else 2 * entry * own * -(-few.threads // of_row) * of_row
         if rows == 1 and x != "float64":  # whose w, of float32, is a third type
             assert (few.column_threads, few.row_threads) == (0, 0)
             assert few.threads >= 128
@@ -886,8 +890,15 @@ def test_few_rows_fit_their_blocks(device, x, dy):
         ("layernorm", 69, 4096, "bfloat16", None),
         ("layernorm", 34, 8192, "bfloat16", (512, 1, 34, 64, 16)),  # two vectors a thread
         ("layernorm", 35, 8192, "bfloat16", None),
-        ("layernorm", 19, 7168, "bfloat16", (448, 1, 19, 56, 16)),  # four, of half as many columns
-        ("rmsnorm", 8, 5120, "bfloat16", None),  # 40 columns a thread
+        ("layernorm", 19, 7168, "bfloat16", (256, 1, 19, 56, 16)),  # all seven of a thread of backward_staged.cu's
+        ("layernorm", 128, 7168, "bfloat16", (256, 1, 128, 56, 16)),
+        ("layernorm", 129, 7168, "bfloat16", None),
+        ("layernorm", 87, 1536, "bfloat16", (128, 1, 87, 48, 4)),  # all three, and two warps more for the sums
+        ("rmsnorm", 8, 5120, "bfloat16", (128, 1, 8, 40, 16)),  # all five
+        ("layernorm", 64, 5120, "bfloat16", (128, 1, 64, 40, 16)),
+        ("layernorm", 65, 5120, "bfloat16", None),
+        ("rmsnorm", 3, 10240, "bfloat16", (256, 1, 3, 40, 32)),
+        ("rmsnorm", 32, 5120, "float32", (128, 1, 32, 40, 32)),  # all ten
         ("rmsnorm", 8, 16384, "bfloat16", None),
         ("rmsnorm", 68, 2048, "float32", (512, 1, 68, 64, 8)),
         ("rmsnorm", 68, 1024, "float64", (512, 1, 68, 64, 8)),

@@ -91,7 +91,7 @@ def few_row_cases(backend: str) -> list[Case]:
     """Rows of a warp or less, and of a block or less, some with idle lanes, in every type, with dy and w of others."""
     types = [*((x, "float32", x) for x in DTYPES), ("bfloat16", "bfloat16", "float32"), ("float32", None, "float16")]
     types += [("float16", "float64", "float16")]
-    columns = (96, 384, 1000, 1024, 1536, 3000, 4096, 7168, 8192)
+    columns = (96, 384, 1000, 1024, 1280, 1536, 3000, 4096, 5000, 6904, 7168, 8192)
     return [
         Case(norm, 240 if n > 2000 else 1100, n, x, w, dy, seed=n)
         for n, norm, (x, w, dy) in itertools.product(columns, NORMS, types)
@@ -113,7 +113,7 @@ def test_few_rows_have_the_dx_that_they_have_among_many(xp: Any, case: Case) -> 
 
 
 def idle_lane_cases(backend: str) -> list[Case]:
-    columns = (384, 1000, 3000, 4000, 7168)
+    columns = (384, 1000, 3000, 4000, 5000, 6904, 7168)
     return [
         Case(norm, 280 if n > 2000 else 1100, n, "bfloat16", "float32", "bfloat16") for n in columns for norm in NORMS
     ]

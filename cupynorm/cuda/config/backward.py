@@ -269,6 +269,7 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
     if small and not several:
         return None
     gangs = may_form_gangs(name, dy_name, vector, device)
+    kind = (problem.norm, name, dy_name, kernels_sum_db(problem), vector)
     for cluster in CLUSTERS:
         slab = slab_of(problem.columns, cluster, width)
         most = 1 if small else device.largest_cluster
@@ -279,9 +280,8 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         choice = staged_choice(name, dy_name, vector, cluster, device)
         parts = part_of_warp_lanes(name, vector, choice, device)
         held = short_row(name, slab, parts) if small else staged_threads(slab, choice)
-        if held is None or _is_too_long(problem.norm, slab, held, cluster, device):
+        if held is None or _is_too_long(kind, slab, held, cluster, device):
             continue
-        kind = (problem.norm, name, dy_name, kernels_sum_db(problem), vector)
         if may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, slab, held, name):
             held = STAGED_FILLING_COLUMNS, held[1]
         paced = may_keep_pace(kind, held, cluster, full=slab == held[0] * held[1])
@@ -578,7 +578,7 @@ def _keeps_closer(split: _Split, device: Device) -> bool:
 
 
 def _usual_lead(split: _Split, stages: int, blocks: int, step_bytes: int) -> int:
-    """The same where memory is fast.
+    """The same where memory is fast, or rows have gaps.
 
     RMSNorm's rows of a warp that 24 columns a thread do not fill keep no pace where eight blocks share a
     multiprocessor, which is so of rows with gaps alone. 16-bit types, an H100, 1 GB, N=640 432 → 373 us, 704 392 → 370,
@@ -622,12 +622,13 @@ def _fills_lanes(columns: int, cluster: int, slab: int, held: tuple[int, int], x
     return columns == covered * cluster or (ITEMSIZE[x] == 2 and cluster != 2)
 
 
-def _is_too_long(norm: str, slab: int, held: tuple[int, int], cluster: int, device: Device) -> bool:
+def _is_too_long(kind: Kind, slab: int, held: tuple[int, int], cluster: int, device: Device) -> bool:
     """Whether a block's part of a row goes to more blocks though it has room; `held` is what staged_threads() chose."""
+    norm, _, _, sums_db, vector = kind
     per_thread, group = held
     if norm != "layernorm" or cluster > STAGED_MOST_COLUMNS_CLUSTER:
         return False
-    if cluster == 1 and slab == per_thread * group and device.has_slow_memory:
+    if cluster == 1 and slab == per_thread * group and device.has_slow_memory and vector and sums_db:
         return False
     return slab > STAGED_MOST_COLUMNS_LAYERNORM.get(per_thread, slab)
 

@@ -154,7 +154,7 @@ FLOAT32_SHARED_BLOCKS, FLOAT32_SHARED_BLOCKS_OF_SEVERAL = 64, 96
 FLOAT32_LARGE_STEPS_BYTES = 20 << 20
 # Rows of a thread, as they count, at most (the scanned ones have up to 127); of a slice of which a row fills a part,
 # such a part of these. An H100, without and with column blocks, 12 MB, LayerNorm N=4 16.3, 28.5 us, 8 16.2, 21.2, 32
-# (42 rows, of 67) 15.5, 14.2, 25 MB, 16 21.9, 23.2, RMSNorm 32 (85) 18.7, 20.0, 75 MB, LayerNorm 32 39.9, 43.6, 64
+# (42 rows, of 80) 15.5, 14.2, 25 MB, 16 21.9, 23.2, RMSNorm 32 (85) 18.7, 20.0, 75 MB, LayerNorm 32 39.9, 43.6, 64
 # (127) 37.4, 37.7.
 FLOAT32_ROWS = 160
 # One row alone (that few_rows.py leaves: off 16 bytes, say) gains from so many columns on, LayerNorm 7.6 → 6.9 us, of
@@ -423,7 +423,7 @@ def _most_rows(found: _ColumnBlocks, config: BackwardConfig, problem: NormProble
     sums_db, slow = kernels_sum_db(problem), device.has_slow_memory
     steep = width == 2 and config.groups > 1
     alone = config.groups == 1 and _is_usual(config, problem, most_slabs=8 if slow else 4)
-    if alone and (slow or not sums_db or config.threads < STAGED_MAX_THREADS):
+    if alone and (slow or not sums_db or (config.slabs > 1 and config.threads < STAGED_MAX_THREADS)):
         return math.inf  # by bytes alone
     if found.parts > 1:
         return COLUMN_BLOCK_ROWS[slow][sums_db][width]

@@ -200,8 +200,7 @@ def have_gaps(problem: NormProblem, *strides: int) -> bool:
 
 
 def rows_lie_apart(config: BackwardConfig, problem: NormProblem) -> bool:
-    """Whether blocks are small, as each has one row a step: of more, which have gaps between them, none is copied with
-    another."""
+    """Whether gaps between rows leave a block one row a step, and so few warps; without gaps it would have several."""
     small = config.route == "staged" and config.slabs == config.groups == 1 and config.threads < STAGED_MAX_THREADS
     return small and have_gaps(problem, problem.x_row_stride, problem.dy_row_stride)
 

@@ -13,6 +13,7 @@ from .common import (
     BackwardConfig,
     Device,
     argument_bytes,
+    columns_of,
     columns_per_thread,
     compute_itemsize,
     compute_name,
@@ -24,9 +25,13 @@ from .common import (
 
 # struct FewRowsArguments in backward_few_rows.cu, by the type of the arithmetic.
 FEW_ROWS_ARGUMENTS = {"float32": "8P3i6h3qfh2x", "float64": "8P3i6h3qdh6x"}
-FEW_ROWS_MOST_COLUMNS = 32  # of a thread of backward_staged.cu's: kSumsByVector of backward.cuh
-FEW_ROWS_MOST_THREADS = 512  # kMostThreads: of a block, and of those that a multiprocessor has at once
-# A thread has as few vectors as may be. An H100, LayerNorm, 1x4096, with two 5.9 us, with one 5.7.
+# Of a block, and of those that a multiprocessor has at once (kBlockThreads): where a thread of backward_staged.cu has
+# over so many columns, and else.
+FEW_ROWS_MANY_COLUMNS, FEW_ROWS_MOST_THREADS = 32, {True: STAGED_MAX_THREADS, False: 512}
+# A thread has as few vectors as may be (an H100, LayerNorm, 1x4096, with two 5.9 us, with one 5.7), but all of such a
+# thread's where these share a sum (_sums_by_vector). An H200, LayerNorm with 24 columns, one vector and all, 1x1536
+# 4.7, 4.9, 87x3072 6.7, 6.4; with 40 without this kernel and with it, 1x2560 6.5, 5.2, 26x5120 6.9, 6.1. Everywhere it
+# took 2 to 8% longer (1x1024 4.8 → 5.3).
 FEW_ROWS_VECTORS = (1, 2, 4)
 # Where rows take a warp or less, the fewer of these with which no thread of a column block has many rows.
 FEW_ROWS_SHORT_THREADS = (128, 256)
@@ -57,6 +62,7 @@ class _Split(NamedTuple):
     vector: int  # columns: kVector of backward.cuh
     own: int  # vectors of a thread
     threads: int
+    whole: bool  # these are all vectors of a thread of backward_staged.cu
 
 
 def few_rows_definitions(config: BackwardConfig) -> tuple[str, ...] | None:
@@ -72,11 +78,13 @@ def few_rows_definitions_of(definitions: tuple[str, ...], own: int) -> tuple[str
     return (*kept, f"VECTORS_A_THREAD={own}", f"FEW_ROWS_{argument_bytes(layout)}")
 
 
-def few_rows_vectors(x: str, dy: str, per_thread: int, part_of_warp: bool) -> set[int]:
-    """Those that a thread may have, where a thread of backward_staged.cu has so many columns."""
-    short = part_of_warp or per_thread <= columns_per_thread(x)
-    groups = (1 << power for power in range(6)) if short else range(WARP, STAGED_MAX_THREADS + 1, WARP)
-    found = (_split_of(vector_width(x, dy), per_thread, group) for group in groups)
+def few_rows_vectors(definitions: tuple[str, ...]) -> set[int]:
+    """Those that a thread may have, where backward_staged.cu has these definitions."""
+    usual = columns_of(definitions) <= columns_per_thread(_types(definitions)[0])
+    groups = [1 << power for power in range(6 if usual else 5)]  # that share a warp
+    if not usual and "PART_OF_WARP=1" not in definitions:
+        groups = list(range(WARP, STAGED_MAX_THREADS + 1, WARP))
+    found = (_split_of(definitions, group) for group in groups)
     return {split.own for split in found if split}
 
 
@@ -85,16 +93,17 @@ def few_rows_blocks(config: BackwardConfig, problem: NormProblem, aligned_sums: 
 
     It pays where all of its blocks run at the same time. An H100, without it and with, 8x1024 5.9 → 4.9 us, LayerNorm
     6.2 → 5.0, 64x4096 6.7 → 6.2, 192x2048 6.8 → 6.5, 7.2 → 6.9, but 264x2048 7.2 → 8.9, 7.6 → 9.4. Blocks of which a
-    thread has several vectors count as often: LayerNorm, 32x8192 6.8 → 6.6, 64x8192 7.4 → 7.6.
+    thread has two or four vectors count as often: LayerNorm, 32x8192 6.8 → 6.6, 64x8192 7.4 → 7.6.
     """
     split = _split(config)
-    if split is None or not problem.want_dx or problem.rows > FEW_ROWS_MOST_THREADS * device.multiprocessors:
+    if split is None or not problem.want_dx or problem.rows > _most_threads(config.per_thread) * device.multiprocessors:
         return None
     for threads in (split.threads,) if _has_whole_warps(config) else FEW_ROWS_SHORT_THREADS:
         found = _blocks(split, config, problem, aligned_sums, threads)
         if found.row_threads * FEW_ROWS_SUMMED >= problem.rows or not found.column_threads:
-            at_once = device.multiprocessors * (FEW_ROWS_MOST_THREADS // found.threads)
-            return found if split.own * found.row_blocks + found.column_blocks <= at_once else None
+            at_once = device.multiprocessors * (_most_threads(config.per_thread) // found.threads)
+            weight = 1 if split.whole else split.own
+            return found if weight * found.row_blocks + found.column_blocks <= at_once else None
     return None
 
 
@@ -105,9 +114,10 @@ def _blocks(
     rows = max(1, min(problem.rows, most_threads // split.threads))
     sums = problem.want_dw or problem.want_db
     alone = problem.rows == 1 and aligned_sums and problem.parameter_dtype in (problem.x_dtype, problem.compute_dtype)
-    threads = max(in_whole_warps(rows * split.threads), FEW_ROWS_SUM_VECTORS if sums and alone else 0)
+    threads = max(in_whole_warps(rows * split.threads), FEW_ROWS_SUM_VECTORS if sums and (alone or split.whole) else 0)
     itemsize = compute_itemsize(problem.x_dtype.name)
-    shared_bytes = 2 * itemsize * split.own * divide_up(threads, split.threads) * split.threads
+    entries = split.own * divide_up(threads, split.threads) * split.threads
+    shared_bytes = 0 if split.whole else 2 * itemsize * entries
     blocks = column_threads = 0
     if sums and alone:
         blocks = divide_up(problem.columns, FEW_ROWS_SUM_VECTORS * split.vector)
@@ -126,19 +136,32 @@ def _blocks(
 def _split(config: BackwardConfig) -> _Split | None:
     if config.route != "staged" or "VECTOR=1" not in config.definitions or config.slabs > 1:
         return None
-    return _split_of(vector_width(*_types(config.definitions)), config.per_thread, config.group_threads)
+    return _split_of(config.definitions, config.group_threads)
 
 
-def _split_of(wide: int, per_thread: int, group_threads: int) -> _Split | None:
-    """Of rows that so many threads of backward_staged.cu would share; `wide`: kWideVector of backward.cuh."""
-    if per_thread > FEW_ROWS_MOST_COLUMNS:
-        return None
+def _split_of(definitions: tuple[str, ...], group_threads: int) -> _Split | None:
+    """Of rows that so many threads of backward_staged.cu would share."""
+    x, dy = _types(definitions)
+    per_thread = columns_of(definitions)
+    wide = vector_width(x, dy)  # kWideVector of backward.cuh
     vector = wide // 2 if per_thread % wide else wide
+    if not _sums_by_vector("LAYER_NORM=1" in definitions, x, (per_thread, group_threads)):
+        return _Split(vector, per_thread // vector, group_threads, whole=True)
     vectors = group_threads * per_thread // vector
     for own in FEW_ROWS_VECTORS:
-        if vectors <= own * FEW_ROWS_MOST_THREADS and (own == 1 or vectors % (own * WARP) == 0):
-            return _Split(vector, own, vectors // own)
+        if vectors <= own * _most_threads(per_thread) and (own == 1 or vectors % (own * WARP) == 0):
+            return _Split(vector, own, vectors // own, whole=False)
     return None
+
+
+def _sums_by_vector(layernorm: bool, x: str, held: tuple[int, int]) -> bool:
+    """kSumsByVector of backward.cuh, of vectors and of blocks that have whole rows."""
+    in_turn = layernorm and has_whole_warps(x, held) and held[0] in (24, 28)
+    return held[0] <= FEW_ROWS_MANY_COLUMNS and not in_turn
+
+
+def _most_threads(per_thread: int) -> int:
+    return FEW_ROWS_MOST_THREADS[per_thread > FEW_ROWS_MANY_COLUMNS]
 
 
 def _has_whole_warps(config: BackwardConfig) -> bool:

@@ -29,7 +29,6 @@ from .common import (
     Choice,
     Device,
     Kind,
-    columns_of,
     columns_per_thread,
     compute_name,
     for_dx_alone,
@@ -90,7 +89,7 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         yield from summing
         for alone in sorted({for_dx_alone(variant.definitions) for variant in summing}):
             yield Variant("backward_staged.cu", ("backward_staged",), alone)
-        for few in sorted({few for variant in summing for few in _few_rows_definitions(x, dy, variant.definitions)}):
+        for few in sorted({few for variant in summing for few in _few_rows_definitions(variant.definitions)}):
             yield Variant("backward_few_rows.cu", ("backward_few_rows",), few)
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
         definitions = forward_definitions(norm, x, vector)
@@ -124,11 +123,10 @@ def _lanes_between(least: int, most: int) -> Iterator[int]:
         least *= 2
 
 
-def _few_rows_definitions(x: str, dy: str, definitions: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def _few_rows_definitions(definitions: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Of the kernels for few rows beside one of backward_staged.cu."""
     if {"VECTOR=1", "CLUSTER=1"} <= set(definitions) and "GANG=1" not in definitions:
-        per_thread = columns_of(definitions)
-        for own in few_rows_vectors(x, dy, per_thread, "PART_OF_WARP=1" in definitions):
+        for own in few_rows_vectors(definitions):
             yield few_rows_definitions_of(definitions, own)
 
 

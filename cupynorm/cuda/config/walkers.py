@@ -27,9 +27,9 @@ FEW_ROWS_A_WALKER = 4
 # 31.1, 34.9, 36.4; off 16 bytes, LayerNorm 1001 with gaps of 201, 25 MB 49.9, 30.7, 25.2, 23.4, 24.3, 26.4, 100 MB 168,
 # 89.8, 65.3, 57.5, 55.4, 54.2. One to four of two warps, 25 MB, 1536 28.8, 19.2, 17.9, 18.8, 300 MB 247, 132, 116, 113.
 # With 92 multiprocessors, eight and so many, as 25 MB, 768 18.9, 17.2, as 50 MB 24.9, 26.7, as 100 MB 38.8, 44.2. In
-# any case where memory is slow and a warp's walkers keep no pace: 1 GB, 640 412 → 371, LayerNorm 422 → 373, 608 420 →
-# 375, 428 → 382, with gaps of 64 372 → 358, 374 → 365, 520 with gaps of 8 and 64 403 → 422, 442 → 422 (92
-# multiprocessors, 640 259 → 341).
+# any case where memory is slow and a warp's walkers keep no pace over vectors: 1 GB, 640 412 → 371, LayerNorm 422 →
+# 373, 608 420 → 375, 428 → 382, with gaps of 64 372 → 358, 374 → 365, 520 with gaps of 8 and 64 403 → 422, 442 → 422
+# (92 multiprocessors, 640 259 → 341).
 APART_WALKERS, APART_LEAST_STEPS = {WARP: 4, 2 * WARP: 3, 3 * WARP: 3}, 4
 FAST_APART_MOST_STEPS, APART_MOST_STEPS = 12, {False: 16, True: 48}
 # With fewer steps a walker there are as few walkers as take no more steps each, if these are such a part or more:
