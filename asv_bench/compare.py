@@ -7,8 +7,11 @@ cupynorm/cuda/config, to Python literals:
 
     python asv_bench/compare.py HEAD~1 . ".:STAGED_RING_BYTES=131072,LEAD_BYTES=98304" --only 4096
 
-How long a call takes also depends on where in memory its results lie: on an H100, at 25 MB, by up to 3%, call by call.
-With --same-out all calls of a row write to the same arrays (`out=`), so that only the trees differ.
+How long a call takes also depends on where in memory its arrays lie: on an H100, at 25 MB, by up to 3%, on an H200,
+forward, 50 to 100 MB, by up to 6%. With --same-out all calls of a row write to the same arrays (`out=`). But another
+tree, or launch choice, may need other memory beside them, so that all arrays of the next row lie elsewhere; with
+--places N each row is timed with its arrays at N places, the same for all trees as far as may be, and its time is the
+median.
 
 With --multiprocessors N the device has no more than these, and all of its memory (occupy.py): 92 of an H100's 132, with
 sizes as much smaller, stand in for an H200.
@@ -25,6 +28,7 @@ import ast
 import io
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -69,7 +73,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.turn is not None:
         xp, _ = cli.pick_device(options.device)
         settings = options.trees[options.turn].settings
-        seconds_of_rows = seconds_of(rows, settings, xp, options.multiprocessors, options.same_out)
+        seconds_of_rows = seconds_of(rows, settings, xp, options.multiprocessors, options.same_out, options.places)
         print(json.dumps([str(Path(bench.__file__).resolve()), seconds_of_rows]))
         return 0
     with ExitStack() as files:
@@ -165,28 +169,49 @@ def set_constants(settings: dict[str, Any]) -> None:
 
 
 def seconds_of(
-    rows: Sequence[Row], settings: dict[str, Any], xp: Any, multiprocessors: int | None = None, same_out: bool = False
+    rows: Sequence[Row],
+    settings: dict[str, Any],
+    xp: Any,
+    multiprocessors: int | None = None,
+    same_out: bool = False,
+    places: int = 1,
 ) -> list[float]:
     import occupy
-    from roofline import inputs_of
 
     set_constants(settings)
     if multiprocessors:
         occupy.shrink(multiprocessors)
-    seconds = []
+
+    def at_a_place(row: Row, bytes_before: int) -> float:
+        before = xp.empty(bytes_before, xp.uint8)
+        seconds = seconds_of_row(row, xp, multiprocessors, same_out)
+        del before
+        return seconds
+
+    at_places = []
     for row in rows:
-        inputs = inputs_of(row, xp)
-        if same_out:
-            inputs["out"] = bench.call(row.case, inputs)
+        sizes = random.Random(row.case.shape)  # the same for all trees
+        at_places.append([at_a_place(row, sizes.randrange(1 << 28) if places > 1 else 0) for _ in range(places)])
+    return [statistics.median(seconds) for seconds in at_places]
 
-        def call(case: bench.Case = row.case, inputs: dict[str, Any] = inputs) -> Any:
-            return bench.call(case, inputs)
 
-        if multiprocessors:
-            bench.time_call(call, xp, 1)  # so that nothing is loaded, and no memory is freed, while blocks are kept
-        with occupy.occupied(xp, multiprocessors) if multiprocessors else nullcontext():
-            seconds.append(bench.time_call(call, xp))
-    return seconds
+def seconds_of_row(row: Row, xp: Any, multiprocessors: int | None, same_out: bool) -> float:
+    import occupy
+    from roofline import inputs_of
+
+    if xp.__name__ == "cupy":
+        xp.get_default_memory_pool().free_all_blocks()  # else arrays lie where the last row's did
+    inputs = inputs_of(row, xp)
+    if same_out:
+        inputs["out"] = bench.call(row.case, inputs)
+
+    def call() -> Any:
+        return bench.call(row.case, inputs)
+
+    if multiprocessors:
+        bench.time_call(call, xp, 1)  # so that nothing is loaded, and no memory is freed, while blocks are kept
+    with occupy.occupied(xp, multiprocessors) if multiprocessors else nullcontext():
+        return bench.time_call(call, xp)
 
 
 def tree_of(text: str) -> Tree:
@@ -210,6 +235,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "numpy"), help="default: CUDA, if it is there")
     words = "write all of a row's results to the same arrays; default: each call allocates its own"
     parser.add_argument("--same-out", action="store_true", help=words)
+    words = "of a row's arrays in memory, of whose times the median counts; default: 1"
+    parser.add_argument("--places", type=lambda text: cli.positive(text, int), default=1, metavar="N", help=words)
     words = "that the device is to have, on CUDA; default: all"
     parser.add_argument("--multiprocessors", type=lambda text: cli.positive(text, int), metavar="N", help=words)
     return parser.parse_args(arguments)

@@ -355,11 +355,11 @@ __device__ inline Attendance publish_columns(const BackwardArguments& a, ColumnS
 }
 
 // Whether each vector has sums of its own, added to the row's in turn: so a thread may have a single vector, as in
-// backward_few_rows.cu, and the row's sums the same bits. Not where LayerNorm's loop is nearly as slow as memory, or registers run out
-// (N=3072, 1 GB, 243.2 → 241.6 us in turn, 7168 242.9 → 240.3, on an H200), nor where several blocks share a row: few rows have no
-// kernel for that.
-constexpr bool kFewColumns = kColumnsPerThread <= 32 && !(kLayerNorm && kWholeWarps && (kColumnsPerThread == 24 || kColumnsPerThread == 28));
-constexpr bool kSumsByVector = kVector > 1 && kFewColumns && CLUSTER == 1 && !GANG;
+// backward_few_rows.cu, and the row's sums the same bits. Not where LayerNorm's loop, of 16-bit types, is nearly as slow as memory
+// (N=3072, 1 GB, in turn 243.2 → 241.6 us, 7168 242.9 → 240.3, on an H200; float32 takes as long), nor where registers run out, nor
+// where several blocks share a row, for which few rows have no kernel.
+constexpr bool kFillsTime = kLayerNorm && kWholeWarps && sizeof(X) == 2 && (kColumnsPerThread == 24 || kColumnsPerThread == 28);
+constexpr bool kSumsByVector = kVector > 1 && kColumnsPerThread <= 32 && !kFillsTime && CLUSTER == 1 && !GANG;
 
 // The first half of a row's work, for one vector: its share of the row's sums and of the columns' sums. Both take the
 // product dy·(x − mean), which saves an operation; it stays far inside the range of float32 unless dy and x both leave it.

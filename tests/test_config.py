@@ -528,8 +528,8 @@ def test_walkers_are_left_out_where_it_was_measured():
         return config.forward_walkers(config.forward_config(forward, True, device), rows, at_once, device)
 
     assert forward_walkers(4096, 396, rows) == 396  # several blocks share a multiprocessor
-    assert forward_walkers(8192, 132, 2035) == 128
-    assert forward_walkers(8192, 132, 2200) == 132  # 130 would take 17 steps each, too, but the last ones are drawn
+    assert forward_walkers(10240, 132, 2035) == 128
+    assert forward_walkers(10240, 132, 2200) == 132  # 130 would take 17 steps each, too, but the last ones are drawn
     assert forward_walkers(65536, 33, 254) == 32
     assert forward_walkers(8192, 132, 5) == 5
 
@@ -846,7 +846,8 @@ def test_few_rows_fit_their_blocks(device, x, dy):
         of_row = chosen.group_threads * chosen.per_thread // vector // own  # threads
         whole_warps = chosen.per_thread > config.common.columns_per_thread(x) and "PART_OF_WARP=1" not in definitions
         # kWholeThreads: those of backward_staged.cu
-        whole = chosen.per_thread > 32 or (norm == "layernorm" and whole_warps and chosen.per_thread in (24, 28))
+        in_turn = norm == "layernorm" and x in ("float16", "bfloat16") and chosen.per_thread in (24, 28)
+        whole = chosen.per_thread > 32 or (in_turn and whole_warps)
         most = 256 if chosen.per_thread > 32 else 512
         assert few.threads % 32 == 0
         assert few.block_rows * of_row <= few.threads <= most
@@ -1734,8 +1735,8 @@ def test_slow_memory_changes_no_sum_of_a_row(norm, name):
             same = {"lead": 0, "paced_steps": 0, "stages": 0, "shared_bytes": 0, "threads": 0, "step_counters": 0}
             assert other._replace(**same) == chosen[0]._replace(**same), (columns, aligned)
         chosen = [config.forward_config(forward_of(problem), aligned, device) for device in (fast, slow)]
-        kept = [text for text in chosen[1].definitions if text != "DRAW_SHORT_ROWS=1"]
-        assert kept == list(chosen[0].definitions)
+        kept = [[text for text in one.definitions if text != "DRAW_SHORT_ROWS=1"] for one in chosen]
+        assert kept[0] == kept[1]
         assert chosen[0][3:5] == chosen[1][3:5], "threads of a block and of a row"
 
 
@@ -1804,26 +1805,40 @@ def test_where_memory_is_slow_walkers_are_few_and_column_blocks_many(columns, ro
 
 
 @pytest.mark.parametrize(
-    ("norm", "columns", "rows", "gap", "drawn_part", "draws_short"),
+    ("norm", "columns", "x", "gap", "slow_part", "fast_part"),
     [
-        ("layernorm", 128, 130208, 0, 1 / 2, True),
-        ("layernorm", 384, 43402, 0, 1 / 2, True),
-        ("layernorm", 128, 130208, 8, 0, False),
-        ("layernorm", 4096, 4069, 0, 1 / 2, False),
-        ("layernorm", 16384, 1017, 0, 1 / 4, False),  # alone on a multiprocessor
-        ("rmsnorm", 4096, 4069, 0, 1 / 2, False),
-        ("rmsnorm", 128, 130208, 0, 1 / 2, False),
-        ("rmsnorm", 32768, 509, 0, 0, False),
+        ("layernorm", 128, "bfloat16", 0, 1 / 2, None),
+        ("layernorm", 384, "bfloat16", 0, 1 / 2, None),
+        ("layernorm", 128, "bfloat16", 8, 0, 0),
+        ("layernorm", 40, "float32", 0, 1 / 2, None),
+        ("layernorm", 48, "float32", 0, 1 / 2, 1 / 4),  # 24 columns a thread
+        ("layernorm", 64, "float32", 0, 1 / 2, 1 / 2),
+        ("layernorm", 512, "float32", 0, 1 / 4, 1 / 4),  # alone on a multiprocessor
+        ("layernorm", 512, "float32", 8, 0, 0),
+        ("layernorm", 4096, "bfloat16", 0, 1 / 2, 1 / 2),
+        ("layernorm", 6144, "bfloat16", 0, 1 / 2, 1 / 4),  # 48 columns a thread
+        ("layernorm", 10240, "bfloat16", 0, 1 / 4, 1 / 4),
+        ("layernorm", 14336, "bfloat16", 0, 1 / 4, 1 / 8),  # idle lanes
+        ("rmsnorm", 4096, "bfloat16", 0, 1 / 2, 3 / 4),
+        ("rmsnorm", 4088, "bfloat16", 0, 1 / 2, 1 / 4),
+        ("rmsnorm", 4096, "float64", 0, 1 / 4, 1 / 8),
+        ("rmsnorm", 3072, "bfloat16", 0, 1 / 2, 1 / 4),  # 24 columns
+        ("rmsnorm", 7168, "bfloat16", 0, 1 / 4, 1 / 8),
+        ("rmsnorm", 8192, "bfloat16", 0, 1 / 4, 3 / 8),
+        ("rmsnorm", 128, "bfloat16", 0, 1 / 2, 1 / 2),
+        ("rmsnorm", 32768, "bfloat16", 0, 0, 0),
     ],
 )
-def test_where_memory_is_slow_more_steps_are_drawn(norm, columns, rows, gap, drawn_part, draws_short):
-    problem = replace(forward_of(backward(columns, "bfloat16", "bfloat16", rows, norm)), x_row_stride=columns + gap)
-    chosen = config.forward_config(problem, True, DEVICES["sm_90_slow"])
-    assert (chosen.drawn_part, chosen.drawn_steps) == (drawn_part, 10)
-    assert ("DRAW_SHORT_ROWS=1" in chosen.definitions) == draws_short
-    usual = config.forward_config(problem, True, DEVICES["sm_90"])
-    assert usual.drawn_steps == 16
-    assert "DRAW_SHORT_ROWS=1" not in usual.definitions
+def test_steps_that_are_drawn(norm, columns, x, gap, slow_part, fast_part):
+    """Where memory is slow and fast; None: not by the same kernel, and nothing is drawn."""
+    problem = replace(forward_of(backward(columns, x, x, 4069, norm)), x_row_stride=columns + gap)
+    slow, fast = (config.forward_config(problem, True, DEVICES[name]) for name in ("sm_90_slow", "sm_90"))
+    alone = blocks_at_once(fast, DEVICES["sm_90"]) == 1
+    assert (slow.drawn_part, slow.drawn_steps) == (slow_part, 10)
+    assert (fast.drawn_part, fast.drawn_steps) == (fast_part or 0, 16 if alone else 12)
+    short = norm == "layernorm" and columns <= 512 and not gap
+    assert ("DRAW_SHORT_ROWS=1" in slow.definitions) == short
+    assert ("DRAW_SHORT_ROWS=1" in fast.definitions) == (short and fast_part is not None)
 
 
 @pytest.mark.parametrize(("rows", "stages"), [(2000, 3), (4069, 4), (16384, 4), (40690, 2)])

@@ -156,7 +156,7 @@ def _split_of(definitions: tuple[str, ...], group_threads: int) -> _Split | None
 
 def _sums_by_vector(layernorm: bool, x: str, held: tuple[int, int]) -> bool:
     """kSumsByVector of backward.cuh, of vectors and of blocks that have whole rows."""
-    in_turn = layernorm and has_whole_warps(x, held) and held[0] in (24, 28)
+    in_turn = layernorm and has_whole_warps(x, held) and ITEMSIZE[x] == 2 and held[0] in (24, 28)
     return held[0] <= FEW_ROWS_MANY_COLUMNS and not in_turn
 
 

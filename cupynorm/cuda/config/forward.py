@@ -74,22 +74,37 @@ FORWARD_STAGED_LEAST_STAGES, FORWARD_STAGED_MORE_STAGES, FORWARD_SHORT_STEPS = 2
 # 5120 170.5 → 168.6, 10240 170.5 → 169.8, 8192 172.3 → 171.2, 16384 172.4 → 171.6, though 1280 168.5 → 169.6; of parts
 # of warps 384 186 → 176. With the others it lost: 24 1536 169.4 → 171.1, 32 4096 167.5 → 169.1, 48 12288 169.3 → 170.6.
 FORWARD_MORE_STAGES_COLUMNS, FORWARD_MORE_STAGES_PART_COLUMNS = (40, 64), (24,)
-# Forward, where each walker has many steps: of all steps this part is drawn by whoever is done first. 1 GB: RMSNorm
-# N=256 182 → 172 us with a half, 174 with a quarter, N=4096 171 → 168 with a quarter, LayerNorm 179 → 174; of blocks
-# alone on their multiprocessor, RMSNorm N=7168 177 → 168 with an eighth, 172 with a quarter. N=384, with 24 columns a
-# thread, takes 169 us with a quarter and 171 with a half.
-# Where memory is slow (True) more, and in shorter launches. An H100, 1 GB: RMSNorm 1024 232.2 → 230.1 us, 4096 231.9 →
-# 229.9, LayerNorm 234.2 → 231.8, 232.7 → 230.5, 14336, alone, 234.7 → 231.3; with ten steps a walker and more, 100 MB,
-# RMSNorm 1024 28.4 → 27.6, 6144 28.5 → 27.8, LayerNorm 29.1 → 28.0, 30.4 → 29.0; 150 MB 39.5 → 38.2, 40.3 → 39.0,
-# 41.0 → 39.7, 42.1 → 40.1.
-DRAWN_PART, DRAWN_PART_SHORT, DRAWN_PART_ALONE = {False: 1 / 4, True: 1 / 2}, 1 / 2, {False: 1 / 8, True: 1 / 4}
-DRAWN_LEAST_STEPS = {False: 16, True: 10}
+# Forward, where each walker has many steps: of all steps this part is drawn by whoever is done first, and this one by
+# blocks alone on their multiprocessor. 1 GB: RMSNorm N=256 182 → 172 us with a half, 174 with a quarter, N=4096 171 →
+# 168 with a quarter, LayerNorm 179 → 174; alone, RMSNorm N=7168 177 → 168 with an eighth, 172 with a quarter. N=384,
+# with 24 columns a thread, takes 169 us with a quarter and 171 with a half.
+DRAWN_PARTS, DRAWN_PART_SHORT = (1 / 4, 1 / 8), 1 / 2
+# More where _draws_more() says so. An H200, 1 GB, with 1 / 4, 1 / 2, 5 / 8 and 3 / 4, RMSNorm 1280 165.2, 164.0, 163.7,
+# 163.0, 4096 166.7, 165.5, 164.9, 164.8, LayerNorm 1280 169.3, 167.6, 166.9, 166.4, 4096 166.3, 165.9, 166.2, 166.5;
+# alone, with 1 / 8, 1 / 4, 3 / 8 and 1 / 2, RMSNorm 12288 168.9, 167.9, 167.1, 166.8, LayerNorm 16384 172.6, 170.7,
+# 169.9, 169.2, 10240 168.4, 168.5, 169.0, 169.8. But with 24 columns RMSNorm 768, with 1 / 4 and 1 / 2, 167.7, 170.9,
+# LayerNorm 170.6, 173.2, with 48 LayerNorm 6144 168.0, 168.5, where lanes are idle RMSNorm 7168, as alone, 166.8,
+# 169.5, 172.7, 176.2.
+MORE_DRAWN_PARTS = {"rmsnorm": (3 / 4, 3 / 8), "layernorm": (1 / 2, 1 / 4)}
+# From so many steps a walker on, and of blocks alone. An H200, not from sixteen but from twelve on, 150 MB: RMSNorm
+# 1024 31.2 → 30.2 us, 4096 31.5 → 30.2, LayerNorm 32.6 → 31.0, 3072 31.8 → 30.9; with ten, 100 MB, as long, alone
+# LayerNorm 12288 23.0 → 23.9.
+DRAWN_LEAST_STEPS = 12, 16
+# Where memory is slow more, and in shorter launches. An H100, 1 GB: RMSNorm 1024 232.2 → 230.1 us, 4096 231.9 → 229.9,
+# LayerNorm 234.2 → 231.8, 232.7 → 230.5, 14336, alone, 234.7 → 231.3; with ten steps a walker and more, 100 MB, RMSNorm
+# 1024 28.4 → 27.6, 6144 28.5 → 27.8, LayerNorm 29.1 → 28.0, 30.4 → 29.0; 150 MB 39.5 → 38.2, 40.3 → 39.0, 41.0 → 39.7,
+# 42.1 → 40.1.
+SLOW_DRAWN_PARTS, SLOW_DRAWN_LEAST_STEPS = (1 / 2, 1 / 4), (10, 10)
 # There LayerNorm's rows of a warp or less draw, too, by kernels of their own: 1 GB, an H100, N=64 252.6 → 235.8 us, 128
 # 248.3 → 233.8, 384 245.4 → 230.8, 512 243.2 → 230.1, float32 64 246.8 → 237.0, 512 240.3 → 231.7; 100 MB 64 32.0 →
 # 29.9, 128 30.8 → 30.0, 384 30.4 → 29.1, 512 29.6 → 29.2; 50 MB −0.3 to +0.2. Where memory is fast, or nothing is
 # drawn, it mostly loses: with all of an H100's memory for 92 of its multiprocessors 128 172.5 → 188.2, 512 169.8 →
 # 179.4, though 192 172.9 → 170.3. float64, single columns and gaps were not timed.
 DRAW_SHORT_ROWS_MOST_ITEMSIZE = 4
+# In float32 it gains there, too: an H200, 1 GB, 64 192.5 → 178.0, 192 177.2 → 170.5, 384 176.4 → 169.1, 512 178.4 →
+# 169.3, 25 to 100 MB 2.5% less to 1.2% more; but 24 258.9 → 275.8. 16-bit types gain with 24 columns a thread and at
+# 512, but up to 100 MB they lose 1 to 5% (not there).
+FAST_DRAW_SHORT_ROWS_LEAST_COLUMNS = {4: 48}
 # Forward, in clusters, RMSNorm, 1 GB, with nine, ten, eleven and twelve: N=14336 166.8, 166.7, 166.9, 167.7 us, 32768
 # 165.4, 165.5, 165.7, 166.4, 65536 166.5, 166.1, 166.6, 167.1. Of 64 columns a thread, by blocks of a cluster, each
 # with three to six: RMSNorm, N=131072 172.6, 167.5, 166.7, 167.1 us; LayerNorm, 32768 182.4, 172.1, 167.7, 168.6; with
@@ -181,19 +196,29 @@ def _draws_short_rows(problem: NormProblem, vector: int, held: tuple[int, int], 
     """Whether LayerNorm's rows of a warp or less draw steps. `held` is what short_row() or staged_threads() chose."""
     x = problem.x_dtype.name
     kernel_draws = not has_whole_warps(x, held) and may_draw_short_rows(problem.norm, x, vector > 1)
-    return kernel_draws and device.has_slow_memory and not gaps
+    least_columns = FAST_DRAW_SHORT_ROWS_LEAST_COLUMNS.get(ITEMSIZE[x], problem.columns + 1)
+    gains = device.has_slow_memory or (device.has_large_shared_memory and problem.columns >= least_columns)
+    return kernel_draws and gains and not gaps
+
+
+def _draws_more(problem: NormProblem, vector: int, held: tuple[int, int]) -> bool:
+    """As timed on an H200. `held` is what short_row() or staged_threads() chose."""
+    few = held[0] == 24 or (problem.norm == "layernorm" and held[0] == 48)
+    return vector > 1 and problem.x_dtype.itemsize <= 4 and problem.columns == held[0] * held[1] and not few
 
 
 def _drawn_part(
-    problem: NormProblem, held: tuple[int, int], cluster: int, blocks: int, draws_short: bool, device: Device
+    problem: NormProblem, vector: int, held: tuple[int, int], cluster: int, alone: bool, short: bool, device: Device
 ) -> float:
-    """Of all steps. `held` is what short_row() or staged_threads() chose, `blocks` how many share a multiprocessor."""
+    """Of all steps. `alone`: one block on a multiprocessor; `short`: LayerNorm's short rows draw."""
     whole_warps = has_whole_warps(problem.x_dtype.name, held)
-    if cluster > 1 or not (whole_warps or problem.norm == "rmsnorm" or draws_short):  # kDraws of forward_staged.cu
+    if cluster > 1 or not (whole_warps or problem.norm == "rmsnorm" or short):  # kDraws of forward_staged.cu
         return 0.0
-    if blocks == 1:
-        return DRAWN_PART_ALONE[device.has_slow_memory]
-    return DRAWN_PART[device.has_slow_memory] if whole_warps or held[0] == 24 else DRAWN_PART_SHORT
+    if not (whole_warps or alone or held[0] == 24):
+        return DRAWN_PART_SHORT
+    if device.has_slow_memory:
+        return SLOW_DRAWN_PARTS[alone]
+    return (MORE_DRAWN_PARTS[problem.norm] if _draws_more(problem, vector, held) else DRAWN_PARTS)[alone]
 
 
 def forward_keeps_pace(norm: str, held: tuple[int, int], cluster: int, vector: bool, full: bool) -> bool:
@@ -312,6 +337,7 @@ def _forward_staged(
                 draws_short = _draws_short_rows(problem, vector, held, gaps, device)
                 part = takes_part(name, held)
                 staged = staged_definitions(per_thread, cluster, part, paced, gaps=gaps, draws=draws_short)
+                least_drawn = SLOW_DRAWN_LEAST_STEPS if device.has_slow_memory else DRAWN_LEAST_STEPS
                 return ForwardConfig(
                     "forward_staged.cu",
                     "forward_staged",
@@ -322,8 +348,8 @@ def _forward_staged(
                     cluster=cluster,
                     stages=stages,
                     shared_bytes=max(shared_bytes, min(b_bytes + room, device.shared_bytes // (blocks + 1))),
-                    drawn_part=_drawn_part(problem, held, cluster, blocks, draws_short, device),
-                    drawn_steps=DRAWN_LEAST_STEPS[device.has_slow_memory],
+                    drawn_part=_drawn_part(problem, vector, held, cluster, blocks == 1, draws_short, device),
+                    drawn_steps=least_drawn[blocks == 1],
                     lead=_forward_lead(problem.norm, per_thread, cluster, device) if paced else 0,
                 )
     return None
