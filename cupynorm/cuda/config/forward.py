@@ -86,9 +86,9 @@ DRAWN_PARTS, DRAWN_PART_SHORT = (1 / 4, 1 / 8), 1 / 2
 # LayerNorm 170.6, 173.2, with 48 LayerNorm 6144 168.0, 168.5, where lanes are idle RMSNorm 7168, as alone, 166.8,
 # 169.5, 172.7, 176.2.
 MORE_DRAWN_PARTS = {"rmsnorm": (3 / 4, 3 / 8), "layernorm": (1 / 2, 1 / 4)}
-# From so many steps a walker on, and of blocks alone. An H200, not from sixteen but from twelve on, 150 MB: RMSNorm
-# 1024 31.2 → 30.2 us, 4096 31.5 → 30.2, LayerNorm 32.6 → 31.0, 3072 31.8 → 30.9; with ten, 100 MB, as long, alone
-# LayerNorm 12288 23.0 → 23.9.
+# From so many steps a walker on; the latter of blocks alone, and of single columns. An H200, not from sixteen but from
+# twelve on, 150 MB: RMSNorm 1024 31.2 → 30.2 us, 4096 31.5 → 30.2, LayerNorm 32.6 → 31.0, 3072 31.8 → 30.9; with ten,
+# 100 MB, as long, alone LayerNorm 12288 23.0 → 23.9, off 16 bytes, with fifteen, 4095 25.3 → 26.1.
 DRAWN_LEAST_STEPS = 12, 16
 # Where memory is slow more, and in shorter launches. An H100, 1 GB: RMSNorm 1024 232.2 → 230.1 us, 4096 231.9 → 229.9,
 # LayerNorm 234.2 → 231.8, 232.7 → 230.5, 14336, alone, 234.7 → 231.3; with ten steps a walker and more, 100 MB, RMSNorm
@@ -349,7 +349,7 @@ def _forward_staged(
                     stages=stages,
                     shared_bytes=max(shared_bytes, min(b_bytes + room, device.shared_bytes // (blocks + 1))),
                     drawn_part=_drawn_part(problem, vector, held, cluster, blocks == 1, draws_short, device),
-                    drawn_steps=least_drawn[blocks == 1],
+                    drawn_steps=least_drawn[blocks == 1 or vector == 1],
                     lead=_forward_lead(problem.norm, per_thread, cluster, device) if paced else 0,
                 )
     return None
