@@ -106,6 +106,29 @@ def test_results_lie_where_they_lay_if_asked(same_out: bool, monkeypatch: pytest
         assert len(places) == (1 if same_out else len(results))
 
 
+def test_a_row_is_timed_at_several_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With memory before its arrays that is of the same sizes in every tree; its time is the median."""
+    taken: list[int] = []
+    real = np.empty
+
+    def empty(shape: Any, dtype: Any = float, **options: Any) -> Any:
+        if dtype is np.uint8:
+            taken.append(shape)
+        return real(shape, dtype, **options)
+
+    seconds = iter([3.0, 9.0, 5.0, 2.0, 4.0, 6.0, 7.0])
+    monkeypatch.setattr(np, "empty", empty)
+    monkeypatch.setattr(compare, "seconds_of_row", lambda *_: next(seconds))
+    options = compare.parse([".", *TINY, "--ops", "rmsnorm_backward", "--places", "3"])
+    (row,) = roofline.rows_of(options)
+    for expected in (5.0, 4.0):
+        assert compare.seconds_of([row], {}, np, places=options.places) == [expected]
+    assert taken[:3] == taken[3:]
+    assert len({*taken}) == 3
+    assert compare.seconds_of([row], {}, np) == [7.0]
+    assert taken[6:] == [0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
