@@ -10,8 +10,8 @@ cupynorm/cuda/config, to Python literals:
 How long a call takes also depends on where in memory its arrays lie: on an H100, at 25 MB, by up to 3%, on an H200,
 forward, 50 to 100 MB, by up to 6%. With --same-out all calls of a row write to the same arrays (`out=`). But another
 tree, or launch choice, may need other memory beside them, so that all arrays of the next row lie elsewhere; with
---places N each row is timed with its arrays at N places, the same for all trees as far as may be, and its time is the
-median.
+--places N each row is timed with its arrays at N places, the same for all trees and rounds as far as may be, and its
+time is the median.
 
 With --multiprocessors N the device has no more than these, and all of its memory (occupy.py): 92 of an H100's 132, with
 sizes as much smaller, stand in for an H200.
@@ -183,6 +183,8 @@ def seconds_of(
         occupy.shrink(multiprocessors)
 
     def at_a_place(row: Row, bytes_before: int) -> float:
+        if xp.__name__ == "cupy":
+            xp.get_default_memory_pool().free_all_blocks()  # else arrays lie where others did
         before = xp.empty(bytes_before, xp.uint8)
         seconds = seconds_of_row(row, xp, multiprocessors, same_out)
         del before
@@ -199,8 +201,6 @@ def seconds_of_row(row: Row, xp: Any, multiprocessors: int | None, same_out: boo
     import occupy
     from roofline import inputs_of
 
-    if xp.__name__ == "cupy":
-        xp.get_default_memory_pool().free_all_blocks()  # else arrays lie where the last row's did
     inputs = inputs_of(row, xp)
     if same_out:
         inputs["out"] = bench.call(row.case, inputs)
