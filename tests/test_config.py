@@ -825,9 +825,16 @@ def test_one_row_has_column_blocks_where_its_sums_are_narrowed_or_it_is_long():
 def test_few_rows_fit_their_blocks(device, x, dy):
     """Each block's rows and columns are there, in memory that it may have, and all blocks run at the same time."""
     found = 0
-    source = (module.source_directory() / "backward_few_rows.cu").read_text(encoding="utf-8")
-    assert "kBlockThreads = kColumnsPerThread > 32 ? kMaxThreads : kMostThreads;" in source
-    assert "kMostThreads = 512;" in source
+
+    def source_of(name: str) -> str:
+        return (module.source_directory() / name).read_text(encoding="utf-8")
+
+    source = source_of("backward_few_rows.cu")
+    many, most_threads = config.few_rows.FEW_ROWS_MANY_COLUMNS, config.few_rows.FEW_ROWS_MOST_THREADS
+    assert f"kBlockThreads = kColumnsPerThread > {many} ? kMaxThreads : kMostThreads;" in source
+    assert f"kMostThreads = {most_threads[False]};" in source
+    assert f"kMaxThreads = {most_threads[True]};" in source_of("staged.cuh")
+    assert f"kSumsByVector = kVector > 1 && kColumnsPerThread <= {many} &&" in source_of("backward.cuh")
     assert f"kSumVectors = {config.few_rows.FEW_ROWS_SUM_VECTORS};" in source
     least_gap = 16 // min(DTYPES[x].itemsize, DTYPES[dy].itemsize)
     for columns, rows, norm, gap in product(COLUMNS, (1, 2, 60, 250, 1000), ("rmsnorm", "layernorm"), (0, least_gap)):
