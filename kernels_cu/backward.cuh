@@ -40,14 +40,6 @@ static_assert(kVectors * kVector == kColumnsPerThread, "the vectors cover a thre
 
 #include "columns.cuh"
 
-// Of backward_staged.cu; the blocks of others have whole rows.
-#ifndef CLUSTER
-#define CLUSTER 1
-#endif
-#ifndef GANG
-#define GANG 0
-#endif
-
 // A thread adds this many rows into registers before it adds the registers into the second level: two levels keep the
 // error of long float32 sums at that of short ones. Relative to the sum, n terms cost about 2.5e-8·sqrt(n/2).
 constexpr int kRowsPerFlush = 16;

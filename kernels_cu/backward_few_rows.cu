@@ -16,6 +16,7 @@
 constexpr int kOwn = VECTORS_A_THREAD;
 constexpr bool kWholeThreads = !kSumsByVector;
 static_assert(!kWholeThreads || (kOwn == kVectors && kWholeWarps), "a thread holds what one of backward_staged.cu holds");
+static_assert(kWholeThreads || kOwn == 1 || kOwn == 2 || kOwn == 4, "vectors of a thread that has some of these");
 constexpr int kMostThreads = 512;
 constexpr int kSumVectors = 128;  // of a single row, whose dw and db one block writes
 constexpr int kWarpsOfRow = kMaxWarps;  // that share a row in backward_staged.cu, at most
@@ -160,7 +161,7 @@ __device__ inline void write_rows(const FewRowsArguments& a, Sums<Compute>* all)
         x[i].load_streaming(x_row + own.read_from(i));
         dy[i].load_streaming(dy_row + own.read_from(i));
     };
-    // Asked for together: by a branch for each vector LayerNorm, float32, 1x1536, took 7.6 us.
+    // Asked for together, not by a branch for each vector: an H200, LayerNorm, 1x7168, 6.2 → 5.6 us.
     if (kWholeThreads && own.reads(0)) {
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) load(i);

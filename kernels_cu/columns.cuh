@@ -5,6 +5,14 @@
 
 #include "element.cuh"
 
+// Blocks that share a row: those of a cluster, or of a gang (staged.cuh says more). All but the staged kernels' have whole rows.
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+#ifndef GANG
+#define GANG 0
+#endif
+
 // With more columns a thread than these a row takes whole warps, unless compiled with PART_OF_WARP; with these or fewer it
 // takes a warp or a part of one.
 #ifndef PART_OF_WARP

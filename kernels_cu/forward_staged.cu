@@ -76,9 +76,9 @@ struct RowStatistics {
 };
 
 // Whether b lies in shared memory, so that with 24 and 32 columns a thread sixteen and twelve warps find room on a
-// multiprocessor, not twelve and eight. LayerNorm, N=4096 at 1 GB 173.4 → 167.8 us, 2048 173.5 → 168.7, 3072 at 100 MB 25.7 → 24.3. Not
-// with more columns (40: 5120 at 100 MB 25.1 → 26.8), nor in clusters (32768 at 1 GB, of 32 columns then, 168.5 → 199.7),
-// nor in parts of a warp (N=128 at 1 GB 171.5 → 177.4), nor where there is little shared memory: _keeps_b_in_shared() of
+// multiprocessor, not twelve and eight. LayerNorm, N=4096 at 1 GB 173.4 → 167.8 us, 2048 173.5 → 168.7, 3072 at 100 MB 25.7 →
+// 24.3. Not with more columns (40: 5120 at 100 MB 25.1 → 26.8), nor in clusters (32768 at 1 GB, of 32 columns then, 168.5 →
+// 199.7), nor in parts of a warp (N=128 at 1 GB 171.5 → 177.4), nor where there is little shared memory: _keeps_b_in_shared() of
 // config/forward.py.
 constexpr bool kBInShared = kLayerNorm && sizeof(X) == 2 && kVector > 1 && kWholeWarps && !kClustered &&
                             kColumnsPerThread <= 32 && __CUDA_ARCH__ < 1200;
@@ -221,11 +221,11 @@ private:
     __device__ static int held(int left, int span) { return left < 0 ? 0 : minimum(left, span); }
 };
 
-// The last rows of a long launch are not divided beforehand: under the load some multiprocessors get ahead, and these draw
-// more of the last steps, each by a number that a counter hands out. What a row comes to does not depend on who does it.
-// Numbers are drawn so early that the ring is never empty for want of one. Not by clusters: where their blocks met before each
-// of these steps, they took 5 to 19% more; where numbers came by remote stores, 1 to 3% less at 1 GB, but up to 5% more at
-// 100 MB. By LayerNorm's rows of a warp or less only where memory is slow, for more instructions make their steps longer.
+// The last rows of a long launch are not divided beforehand: under the load some multiprocessors get ahead, and these draw more
+// of the last steps, each by a number that a counter hands out. What a row comes to does not depend on who does it. Numbers are
+// drawn so early that the ring is never empty for want of one. Not by clusters: where their blocks met before each of these
+// steps, they took 5 to 19% more; where numbers came by remote stores, 1 to 3% less at 1 GB, but up to 5% more at 100 MB. By
+// LayerNorm's rows of a warp or less only where config/forward.py says so, for more instructions make their steps longer.
 //
 //   DRAW_SHORT_ROWS  1: LayerNorm's rows of a warp or less draw
 #ifndef DRAW_SHORT_ROWS

@@ -28,9 +28,6 @@
 #ifndef PACED
 #define PACED 0
 #endif
-#ifndef GANG
-#define GANG 0
-#endif
 #ifndef ROW_GAPS
 #define ROW_GAPS 0
 #endif

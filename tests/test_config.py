@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 from dataclasses import replace
 from itertools import product
@@ -1855,3 +1856,20 @@ def test_where_memory_is_slow_the_forward_pass_has_more_in_flight_in_short_launc
     assert config.forward_config(problem, True, DEVICES["sm_90_slow"]).stages == stages
     assert config.forward_config(problem, True, DEVICES["sm_90"]).stages == (2 if rows > 10000 else 3)
     assert config.forward_config(replace(problem, norm="layernorm"), True, DEVICES["sm_90_slow"]).stages in (2, 3)
+
+
+def test_what_was_measured_stands_under_names_that_are_there() -> None:
+    """asv_bench/CHOICES.md: a section for each module, with a heading for each group of constants or function."""
+    text = (Path(__file__).parent.parent / "asv_bench" / "CHOICES.md").read_text(encoding="utf-8")
+    _, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    missing, headings = [], 0
+    for section in sections:
+        stem = section.partition(".py\n")[0]
+        module_of_choices = importlib.import_module(f"cupynorm.cuda.config.{stem}")
+        for heading in re.findall(r"^### (.*)$", section, flags=re.MULTILINE):
+            headings += 1
+            names = re.findall(r"`(\w+)(?:\(\))?`", heading)
+            assert names, heading
+            missing += [f"{stem}.{name}" for name in names if not hasattr(module_of_choices, name)]
+    assert headings > 50
+    assert not missing

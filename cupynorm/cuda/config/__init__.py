@@ -6,8 +6,8 @@ a row's dx and y have the same bits in any company.
 
 backward.py and forward.py choose the kernel and its blocks, walkers.py how many of these run, column_blocks.py where
 others sum dw and db, few_rows.py what a kernel for few rows takes; common.py has what they share. Constants stand where
-they are used, with what was measured; in us, bfloat16, on an H200, unless said otherwise. variants.py lists every
-kernel that can be asked for.
+they are used, each with one time that it was chosen by, in us, of bfloat16, on an H200, unless said otherwise; all that
+was measured is in asv_bench/CHOICES.md, under their names. variants.py lists every kernel that can be asked for.
 """
 
 from .backward import BACKWARD_ARGUMENTS, WIDENING_ARGUMENTS, backward_config, turn_of_rows, widening_definitions

@@ -53,144 +53,103 @@ from .walkers import takes_at_least, usual_clusters
 
 # Steps of a ring: the one at work, the next (its sums are needed early), and at least one on its way.
 STAGED_LEAST_STAGES = 3
-# In a long launch the least stages take no more on a multiprocessor, where fewer groups or blocks do with less: 1 GB,
-# float32, RMSNorm N=1024 251 → 242 us, 4096 251 → 245, LayerNorm 1536 254 → 248. At 25 and 100 MB it lost up to 7%. Not
-# off 16 bytes and with mixed types, where it was not measured.
+
+# In a long launch the least stages take no more on a multiprocessor, where fewer groups or blocks do with less
+# (float32, 1 GB, N=1024: 251 → 242 us). Not off 16 bytes and with mixed types.
 STAGED_MOST_RING_BYTES = 128 << 10
+
 # In flight on a multiprocessor: see _ring_bytes().
 STAGED_RING_BYTES, STAGED_LARGE_RING_BYTES = 112 << 10, 128 << 10
-# In vectors or single columns, by bytes of x's type. In vectors, 1 GB, LayerNorm: N=384 265 → 249 us, N=192 273 →
-# 254; with 32, with the registers it needs, 256 254 → 249, but at 100 MB 38 → 42, and 128 258 → 272; in float32
-# LayerNorm loses 5% with 24. Single columns, 1 GB, an H100: RMSNorm 65 656 → 573, 129 533 → 476, 257 498 → 389, 350
-# 376 → 371, LayerNorm 681 → 592, 579 → 520, 560 → 392, 415 → 377; with fewer lanes 12 lost at 25 MB (9 to 20 up to
-# 28%; RMSNorm 33, which has it, loses 7%), though at 1 GB it gained 2 to 17%; 24 lost or gained less, and 20 but
-# where rows are turned (33 with 20 549 → 1063, 129 497, turned 426); in float32 24 lost 6 to 18%, 12 gained nothing.
+
+# In vectors or single columns, by bytes of x's type (1 GB, LayerNorm, N=384: 265 → 249 us; an H100, 129: 579 → 520).
 STAGED_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
     True: {2: {24: (1, 16)}},
     False: {2: {12: (4, 32), 20: (8, 16)}},
 }
-# Rows of a warp or less with gaps between them: several are copied at once, with the gaps, where strides are on
-# average at most so many times as long as rows, by whether they come in vectors; else they take the direct route. 300
-# MB, an H100, direct and so, in vectors: RMSNorm N=512 with gaps of 8 columns 121.4 → 112.8 us, of 64 119.7 → 119.0,
-# of 128 117.8 → 126.1 (not there), 384 with 64 131.9 → 121.2; LayerNorm 512 148.6 → 113.2, 148.0 → 119.0, 146.4 →
-# 125.7, with 256 146.0 → 139.9, 64 with 64 152.8 → 178.1 (not there). Single columns: RMSNorm 512 with 1 218.4 →
-# 116.6, with 513 221.9 → 175.2, 129 with 1 313.7 → 167.4, LayerNorm 228.2 → 119.0, 230.3 → 178.9, 343.0 → 183.4;
-# strides of over twice the row were not timed.
+
+# Rows of a warp or less with gaps between them: several are copied at once, with the gaps, where strides are on average
+# at most so many times as long as rows, by whether they come in vectors; else they take the direct route (an H100, 300
+# MB, LayerNorm, N=512 with gaps of 64: 148 → 119 us).
 MOST_COPIED_GAPS = {True: {"rmsnorm": 1.17, "layernorm": 1.5}, False: {"rmsnorm": 2.5, "layernorm": 2.5}}
-# Of LayerNorm with db, x and dy of one type, in place of 32, by the bytes of x's type from so many threads a row on and
-# in clusters of up to so many blocks: of 16 bits where they cover a block's columns, in accesses of 8 bytes, and where
-# they fill its lanes with pace; in float32 where they fill the lanes of all blocks, with pace. 1 GB, not full, 1600
-# 267.9 → 247.2 us, 3328 259.0 → 248.0, 6400 267.2 → 247.0 (with pace 269.9); 25 MB 3 to 6% less; but in pairs of blocks
-# 13312 245.0 → 246.4, 13824 246.1 → 249.3 (not there).
-# Full, 896 254.0 → 240.8, 3584 246.7 → 242.1, 7168 247.5 → 240.2, 14336 252.2 → 241.5, but without pace 28672 253.9 →
-# 246.8 (with it 248.5); 25 MB 3584 16.6 → 15.9, 7168 16.9 → 16.0. float32, 1 GB, 1792 256.9 → 240.3, 3584 254.5 →
-# 239.4, 7168 251.5 → 242.9, 14336 243.5 → 242.8; 25 MB 18.2 → 15.0, 17.1 → 17.1, 17.4 → 15.2, 18.0 → 15.2. Not there:
-# float32 in clusters of eight, 28672 242.2 → 240.2; RMSNorm, whose loop is fast enough with 32.
+
+# Columns a thread, in place of 32, of LayerNorm with db, x and dy of one type: from so many threads a row on and in
+# clusters of up to so many blocks, by bytes of x's type. Of 16 bits where they cover a block's columns, in accesses of
+# 8 bytes, and where they fill its lanes with pace; in float32 where they fill the lanes of all blocks, with pace (1 GB,
+# 7168: 247.5 → 240.2 us, float32 251.5 → 242.9). RMSNorm's loop is fast enough with 32.
 STAGED_FILLING_COLUMNS = 28
 STAGED_FILLING_LEAST_THREADS = {2: 32, 4: 64}
 STAGED_FILLING_CLUSTER = {2: 4, 4: 2, 8: 0}
-# With 40 columns a thread LayerNorm has no longer part of a row in blocks alone or in pairs, but twice as many blocks:
-# 1 GB, 9216 243.9 us, 247.7 in one block; 10240, 20480 0.2 to 0.3% less so; though 18432 250.0, 247.8 in two. RMSNorm
-# lost so, 9216 243.9 → 240.5 in one, 10240 242.1 → 240.6; and LayerNorm in clusters of four, 40960 246 us, with 32
-# columns a thread in eight blocks 357. But where memory is slow lanes that all have 40, in one block, gain by column
-# blocks: an H100, 10240, 50 MB 31.8 → 29.2, 62 MB 38.9 → 34.9, 75 MB 42.4 → 39.6, 1 GB 344.7 → 342.1, though 200 MB
-# 81.3 → 82.8; in pairs of blocks 20480 lost, 37 to 62 MB 3 to 5% (not there). An H200, 10240, 25 MB 15.8 → 16.7, 50 MB
-# 24.3 → 29.5, with the best number of column blocks 26.5, 1 GB 246.6 → 245.9 (not there).
+
+# By columns a thread, what a block of LayerNorm has of a row, alone or in pairs; twice as many blocks share a longer
+# one (1 GB, 9216: 247.7 → 243.9 us; RMSNorm lost so). But where memory is slow lanes that all have 40, in one block,
+# gain by column blocks (an H100, 10240, 75 MB: 42.4 → 39.6).
 STAGED_MOST_COLUMNS_LAYERNORM, STAGED_MOST_COLUMNS_CLUSTER = {40: 8448}, 2
-# In launches with so many steps a walker and more, walkers keep pace: so many quarters of a step less than the average
-# may one have before it. RMSNorm, 1 GB, N=4096: 246 us without, 242 so. With fewer steps RMSNorm gains as well, 150 and
-# 200 MB 2% on average, 100 MB 0.9%, float32, 200 MB, 1024 59.2 → 57.1; LayerNorm with half as many, 200 MB, 4096 61.9 →
-# 60.5, 8192 61.0 → 59.6 (with a quarter, at 100 MB, some lengths lost).
+
+# Walkers keep pace (struct Pace of staged.cuh) in launches with so many steps of each and more (RMSNorm, 1 GB, 4096:
+# 246 → 242 us). LayerNorm from 12 on lost at some lengths.
 PACE_LEAST_STEPS = {"rmsnorm": 12, "layernorm": 24}
 PACED_PART_LEAST_THREADS = 8  # of a row: see may_keep_pace()
-# Backward (_lead() chooses), as many quarters as make so many bytes, of a step in all blocks of a multiprocessor, but
-# no more than seven, and of RMSNorm's with four stages six, with more five. RMSNorm, 1 GB, with four, five, six and
-# seven: three stages, N=1024 248.5, 243.9, 239.7, 238.1 us, 10240 244.4, 243.4, 241.9, 241.4, of 40 KB a step 5120
-# 240.6, 239.6, 240.0, 242.2; four, 7168 243.3, 239.9, 238.7, 238.5, 32768 247.9, 240.5, 239.6, 239.9; five, 768 238.8,
-# 238.4, 239.0, 240.5, 6144 239.5, 238.6, 238.8, 239.7. LayerNorm, four stages, 4096 262.9, 252.5, 245.1, 243.3, 8192
-# 262.1, 251.3, 243.6, 241.7. With more most take longer: with eight, nine and ten, RMSNorm 1024 239.2, 241.1, 242.2,
-# 4096 241.0, 242.6, 244.0, LayerNorm 1024 241.7, 242.3, 243.3, 5120, which has six, 243.1, then 244.8, 246.8, 247.8.
-# More stages than five were not timed, but in clusters of four or more, with five, seven, nine and eleven, 24576 242.8,
-# 239.8, 239.1, 239.9, 25600 274.0, 249.6, 249.0, 248.3, 49152 244.7, 240.2, 239.5, 239.9. LayerNorm in float32, with
-# four, five, six and seven: 1024 244.2, 240.9, 243.8, (of another run) 247.4, 2048 245.3, 241.4, 242.4, 4096 244.8,
-# 240.5, 242.0, 5120 242.4, 241.6, 240.8, 8192 244.2, 244.2, 243.7; in clusters 16384 257 with five, 248, 245.
+
+# How far ahead of the average a walker may be, backward (_lead() chooses), in quarters of a step: as many as make so
+# many bytes, of a step in all blocks of a multiprocessor, but no more than these (RMSNorm, 1 GB, 1024, with four, six,
+# seven and nine: 248.5, 239.7, 238.1, 241.1 us).
 LEAD_BYTES, MOST_LEAD, MOST_LEAD_ALONE_FLOAT32_LAYERNORM = 56 << 10, 7, 5
 MOST_LEAD_OF_STAGES = {3: 7, 4: 6}  # RMSNorm
 MOST_LEAD_OF_MORE_STAGES, MOST_LEAD_OF_MORE_STAGES_CLUSTERS = 5, 9
-# Of whatever bytes, 16-bit types that gain from more. RMSNorm, 1 GB, with seven, eight, nine and ten: N=128 244.8,
-# 244.0, 242.5, 243.5 us, 256 244.0, 243.4, 242.3, 243.8, 512 243.6, 242.2, 241.2, 242.1. LayerNorm with 24 columns a
-# thread, seven (of an older tree), eight, nine, ten and twelve: 1536 244.9, 244.7, 244.5, 244.4, 243.7, 3072 245.5,
-# 243.4, 243.2, 243.2, 243.3, 6144 247.3, 244.1, 243.9, 245.4, 247.1, 12288 248.6, 246.0, 244.6, 244.9, 245.2; in
-# clusters of four and eight, 20480 246.6 (six), 244.7, 245.9, 246.8, 247.8, 32768 247.0, 248.4, 249.2, 248.8, 248.9,
-# 65536 247.6, 247.5, 247.2, 247.0, 247.2.
+
+# Of whatever bytes, 16-bit types that gain from more (1 GB, RMSNorm, 128, with seven and nine: 244.8, 242.5 us).
 LEAD_SHORT_ROWS = 9  # RMSNorm
 LEAD_LAYERNORM_24_COLUMNS, LEAD_LAYERNORM_CLUSTERS = 9, 8
-# With 28 columns a thread, LayerNorm, 1 GB, with seven, eight, nine and ten: 7168 244.8, 244.3, 244.2, 244.7 us, 14336
-# 241.3, 241.4, 242.9, 244.3. In float32, by threads of a block that share a row, with five, seven and nine: 64, 1792
-# 241.9, 240.3, 241.8; 128, 3584 241.3, 239.4, 240.7; 256, 7168 242.9, 246.5, 249.1, 14336 242.8, 246.1, 248.6.
+
+# With 28 columns a thread; in float32 by threads of a block that share a row (1 GB, 7168, with seven, eight and ten:
+# 244.8, 244.3, 244.7 us).
 LEAD_FILLING, LEAD_FILLING_FLOAT32 = 8, {64: 7, 128: 7, 256: 5}
-# Where memory is slow, 16-bit types: less by so much, and no more than so much. 1 GB, an H100, RMSNorm, less by none,
-# two, three, four and five: N=128 (nine) 343.6, 339.8, 338.4, 337.5, 337.4 us, 768 (five) 339.4, 337.0, 336.3, 335.1,
-# 335.2, 1024 (seven) 339.6, 335.0, 337.2, 352.0, 353.6, 4096 339.2, 336.2, 337.0, 349.3, 355.5, 5120 (six) 340.9,
-# 337.0, 336.8, 340.6, 371.2, 7168 338.5, 335.9, 335.6, 339.4, 358.1, 65536 338.5, 336.3, 335.5, 338.9, 370.5;
-# LayerNorm 128 (seven) 347.2, 344.8, 344.4, 343.8, 343.1, 768 (nine) 348.7, 346.6, 344.6, 344.7, 341.6, 4096 (seven)
-# 345.2, 341.5, 338.6, 338.9, 344.6, 5120 (six) 343.1, 339.7, 339.2, 343.3, 382.9, 7168 (eight) 345.7, 342.4, 340.7,
-# 339.2, 337.8, 65536 344.8, 342.7, 341.3, 340.2, 339.7. In float32 by two LayerNorm 1024 338.8 → 336.0, but RMSNorm
-# 339.6 → 348.5 and 16384 longer, though 256 and 4096 shorter (not there); gangs, LayerNorm, 131072 342.8 → 345.5 (not
-# there). Rows with gaps, a block of a warp for each: RMSNorm 1024 with gaps of 64 354.8 → 375.4, LayerNorm 353.8 →
-# 369.3 (not there), but of two warps, 2048 with gaps of 8 376.0 → 366.6, 388.7 → 374.7; several to a block, with gaps,
-# were not timed (not there).
+
+# Where memory is slow, 16-bit types: less by so much, and no more than so much (an H100, RMSNorm, 1 GB, 1024, less by
+# none, two and four: 339.6, 335.0, 352.0 us). Not in float32, nor in gangs, which lost; nor where rows with gaps take a
+# warp each or share copies.
 SLOW_LESS_LEAD, SLOW_MOST_LEAD = {"rmsnorm": 2, "layernorm": 3}, {"rmsnorm": 5, "layernorm": 4}
-# So both gain in shorter launches, too. From twelve steps on, 100 MB, LayerNorm 1024 46.0 → 44.9, 4096 47.1 → 46.3,
-# 8192 47.2 → 46.9 us; from eight on, 50 MB, 1024 28.2 → 27.7, 4096 29.5 → 28.7, RMSNorm 2048 27.6 → 27.1, 32768 29.7
-# → 28.5; with six and seven steps RMSNorm, 42 MB, 1024 23.6 → 23.3, 5120 24.7 → 24.3, 8192 25.0 → 24.5, 50 MB 5120 27.9
-# → 27.1, LayerNorm, 42 MB, 256 25.5 → 25.3, 4096 26.5 → 26.4, 50 MB 10240 32.1 → 32.2 (in another run 32.7 → 33.3).
+
+# So both norms gain in shorter launches, too (an H100, 100 MB, LayerNorm, 1024: 46.0 → 44.9 us).
 SLOW_PACE_LEAST_STEPS = 6
+
 # Rows that no cluster of eight holds go to gangs (gang.cuh), where memory is slow in place of clusters of sixteen,
-# longer ones everywhere in place of two sweeps over memory. An H100, 1 GB, RMSNorm N=98304 337 → 341 us, 131072 339 →
-# 339, 196608 344 → 340, 262144 348 → 341, 524288 605 → 341, LayerNorm 98304 351 → 347, 131072 353 → 345, 262144 376 →
-# 345, 524288 621 → 359; 100 MB, RMSNorm 98304 46 → 48, 262144 54 → 49, 524288 78 → 51, LayerNorm 98304 50 → 53, 262144
-# 62 → 54; float32, 1 GB, 98304 337 → 341, LayerNorm 348 → 342, 131072 597 → 340, 611 → 341. Not where clusters of eight
-# hold the row: LayerNorm, 65536, 1 GB 350 → 342, but 25 MB 20 → 22.
+# longer ones everywhere in place of two sweeps over memory (an H100, 1 GB, LayerNorm, 262144: 376 → 345 us, 524288: 621
+# → 359).
 MOST_CLUSTER_BESIDE_GANGS = 8
-# Where memory is fast, clusters of sixteen take rows of so many bytes and more for each of their blocks. An H200, 1 GB,
-# clusters and gangs, 98304 (12 KB) 276.7, 263.0 us, LayerNorm 303.4, 259.6, 106496 263.2, 266.0 and 283.0, 261.4,
-# 114688 (14 KB) 249.0, 264.7 and 265.5, 265.0, 131072 241.7, 248.7 and 247.1, 256.0; 100 MB, 106496 37.3, 39.6 and
-# 40.3, 42.5, 131072 38.9, 37.7 and 41.1, 41.4; 25 MB, 114688 20.1, 18.2 and 23.5, 19.9, 131072 as long; float32, 65536
-# 241.1, 251.3 and 243.2, 254.3, 98304 241.3, 271.3 and 244.9, 262.1. There the blocks of a gang lack time, not bytes:
-# of a step of 2900 cycles (LayerNorm 3100), RMSNorm, 131072, they wait 85 for rows, and 300 to 500 for each other.
+
+# Where memory is fast, clusters of sixteen take rows of so many bytes and more for each of their blocks (1 GB, clusters
+# and gangs, 98304: 276.7, 263.0 us, 131072: 241.7, 248.7): there the blocks of a gang lack time, not bytes.
 FAST_LARGE_CLUSTER_LEAST_BYTES = 14 << 10
+
 # A block's columns of x and dy together, at most: 32 columns a thread for 256 threads, in float32 for 128. They begin
 # at whole lines of memory: else, 1 GB, an H100, RMSNorm, 262144 in gangs of 33 blocks, 339 → 359 us.
 GANG_STEP_BYTES, GANG_COLUMNS_PER_THREAD, GANG_UNIT = 32 << 10, 32, 64
+
 # Where gangs of the fewest blocks would leave more of the multiprocessors without work, they have more blocks, with
-# fewer columns each. 1 GB, an H100: 300000 352.0 → 349.6 us, 400000 373.2 → 371.5, LayerNorm 383.8 → 377.0, 418.6 →
-# 406.2, 700000 434.2 → 426.1, but RMSNorm 700000 380.3 → 385.0, and with hardly any left LayerNorm 262144 344 → 349.
+# fewer columns each (an H100, 1 GB, LayerNorm, 400000: 418.6 → 406.2 us).
 GANG_LEAST_PART = 0.9
-# Of the steps of a ring one is at work, two wait for their sums, one is on its way. An H100, 1 GB, with four and five:
-# 131072 337.5, 338.0 us, 262144 338.8, 339.8, LayerNorm 342.1, 343.1 and 344.4, 344.7, float32, 65536, 336.0, 338.6 and
-# 339.3, 340.6; with three that wait, and six steps, 131072 342.1, LayerNorm, five steps, 344.8.
+
+# Of the steps of a ring one is at work, two wait for their sums, one is on its way (an H100, 1 GB, 131072: 337.5 us;
+# with one more on its way 338.0, with three that wait 342.1).
 GANG_STAGES = 4
-# Pace, quarters of a step, by whether memory is slow and by bytes of x's type. An H100, rings of five steps, 131072,
-# with four, five, seven, nine and none 339.3, 338.0, 339.7, 344.3, 367.4 us, LayerNorm 344.8, 343.1, 345.4, 347.2,
-# 367.5; float32, 65536, with four, six, seven and nine 338.8, 338.6, 340.2, 343.2. But an H200, 262144 265.4 with five,
-# 249.8 with thirteen, 250.1 without, LayerNorm 287.0, 259.6, 258.0.
+
+# Pace, quarters of a step, by whether memory is slow and by bytes of x's type (an H100, 131072, with five and none:
+# 338.0, 367.4 us; an H200, 262144: 265.4, 250.1).
 GANG_LEAD = {False: {2: 0, 4: 0}, True: {2: 5, 4: 6}}
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
 SPLIT_THREADS = 256
-# Where more blocks share a multiprocessor, they count their steps in so many places, not in one (Pace of staged.cuh).
-# RMSNorm, rows with gaps of 512 columns, from 1536 on of 64, a row a block, 1 GB, an H100: eight blocks, N=640 789 →
-# 434 us, with gaps of 8 839 → 466 (since without pace: _lead()), 768 702 → 361, 1024 568 → 359, four, 1536 410 → 345,
-# 2048 362 → 344, but two 3072 338 → 345, 4096 339 → 344. Without pace 369, 364, 363, 359, 356; 100 MB, 1024 58.9 us,
-# so 50.2, without pace 48.9.
+
+# Where more blocks than these share a multiprocessor, they count their steps in STEP_COUNTERS places, not in one (an
+# H100, RMSNorm, 1 GB, eight blocks, N=1024 with gaps of 512: 568 → 359 us).
 MOST_BLOCKS_A_COUNTER = {"rmsnorm": 2, "layernorm": 1}
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
 BACKWARD_ARGUMENTS = "12P4q8i7h?B"  # struct BackwardArguments in backward.cuh
-# On a multiprocessor, not eight, of RMSNorm's rows of one warp, 32 single columns of 16 bits a thread, in launches of
-# so many steps and more where memory is fast. An H100 with 92 multiprocessors, 700 MB, 897 290 → 266 us, 1001 270 →
-# 256, 70 MB, 1001 38.6 → 37.5, 897 40.6 → 38.1; but rows of two warps, 2047, 257 → 265, and where memory is slow, 1 GB,
-# 1001 352 → 360, 100 MB 46.1 → 47.2, 25 MB 18.9 → 20.6.
+
+# On a multiprocessor, not eight, of RMSNorm's rows of one warp, 32 single columns of 16 bits a thread, where memory is
+# fast, in launches of so many steps and more (an H100 with 92 multiprocessors, 700 MB, 1001: 270 → 256 us).
 MANY_WARPS, MANY_WARPS_LEAST_STEPS = 12, 12
+
 # kTurns of columns.cuh: single columns a thread, and the lanes that share a row, where a warp has several. 65 on eight
 # lanes, 1 GB, an H100, 570 → 470 us, LayerNorm 590 → 521; 12 columns on sixteen lanes and more lost 2%.
 TURNED_ROWS = {12: (8,), 20: (8, 16)}
@@ -357,12 +316,8 @@ def _staged_blocks(
 ) -> BackwardConfig | None:
     """The blocks; larger ones than usual where beside these column blocks pay.
 
-    Of 16-bit types and rows of two warps and more: LayerNorm, 25 MB, 1536 17.5 → 16.1 us, 3072 15.8 → 15.5, an H100, 18
-    MB, 1536 15.9 → 14.7, 25 MB, 3072 19.6 → 18.1, RMSNorm 17.9 → 16.9, but 12 MB, 3072 10.2 → 10.8. Else only where
-    with usual blocks they do not pay: LayerNorm, float32, 1536, 25 MB gained so, 17.6 → 15.3, RMSNorm's 768, 12 MB, and
-    384, 6 MB, too, until usual ones had column blocks there; where both pay, larger ones lost up to 8%, as where
-    neither does; of a warp or less LayerNorm 384, 12 MB 13.8 → 16.1, 768, 25 MB 17.9 → 19.0. Not timed: shorter rows of
-    RMSNorm, LayerNorm without db, calls without dx.
+    With rows of two warps and more, of 16-bit types, in any case (25 MB, LayerNorm, 1536: 17.5 → 16.1 us); else only
+    where with usual blocks column blocks do not pay.
     """
     config = _staged_config(problem, split, definitions, device)
     least_group = WARP // 2 if problem.norm == "rmsnorm" else 2 * WARP
@@ -461,24 +416,12 @@ def turn_of_rows(config: BackwardConfig, problem: NormProblem) -> int:
 
 
 def may_keep_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> bool:
-    """Whether walkers keep pace in long launches; not where a row is shorter than a thread's columns (8: 345 → 371 us).
+    """Whether walkers keep pace in long launches; not where a row is shorter than a thread's columns.
 
     `held` is what short_row() or staged_threads() chose; `full` says that the lanes of every block, but perhaps the
-    last of a cluster, all hold as many columns. With db LayerNorm, at 1 GB, gains with 16 columns a thread (64 252
-    → 249 us, 128 252.6 → 248.2, 256 250.8 → 247.3, 448 255 → 248; 192 and 320 as long), 24 (768 252.5 → 243.3, 1536
-    246.6 → 244.5, 3072 245.8 → 243.2, 6144 246.7 → 243.9, 12288 246.6 → 244.6; with _ring_bytes() of 128 KB also
-    192 251.0 → 246.7, 384 247.7 → 243.9), 28 (STAGED_FILLING_COLUMNS), 32 (see _ring_bytes(); in clusters of four
-    and eight 32768 252.4 → 248.4, 65536 250.4 → 247.5) and 40 (5120 255 → 248, in clusters 10240 252 → 247, 20480
-    250 → 247, 81920 248.5 → 247.0). Its loop is then nearly as slow as memory, so that it loses where columns of a
-    step are missing or fewer multiprocessors walk: not full (24 640 260 → 276, of an older tree, 28 6400 247.0 →
-    269.9, 32 7168 246.2 → 255.1, 14336 as long), in clusters from four blocks on with 24 (24576 251.1 → 263.5,
-    98304 271.1 → 285.5) and 28 (28672 246.8 → 248.5), of sixteen, as mixed types have, with 32 (131072 247.5 →
-    259.2); nor with 24 where four lanes or fewer hold a row (24 277 → 295, 96 254.6 → 255.1).
-    In float32 it gains with 16 (256 252.6 → 246.8), 32 (1024 248.8 → 243.0, 16384 252.3 → 246.6, in clusters of
-    eight 32768 255.4 → 247.6) and 40 (10240 249.3 → 244.5), but with 32 not where not full (14336 249.4 → 272.9),
-    nor for all lengths with 24 (768 249.6 → 244.6, 3072 248.6 → 253.7). Not timed, so without pace: with db types
-    of two sizes, float32 with 40 columns in clusters where not full, and with 32 columns or in clusters float64,
-    and RMSNorm, which sums db where the types of x and dy differ.
+    last of a cluster, all hold as many columns. LayerNorm's loop with db is nearly as slow as memory, so that it loses
+    where columns of a step are missing or fewer multiprocessors walk (24 columns a thread, 1 GB: 768 252.5 → 243.3 us;
+    not full, 640 260 → 276; clusters of four 24576 251.1 → 263.5). What was not timed keeps no pace.
     """
     norm, x, dy, sums_db, vector = kind
     per_thread, group = held
@@ -529,16 +472,8 @@ def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pa
     """What the `blocks` on a multiprocessor are to have in flight, if that makes more than the least stages.
 
     More bytes lose: under the load some multiprocessors get ahead, by up to 15% at 160 KB, and in the end wait for the
-    others. 1 GB: RMSNorm, N=4096, main kernel, 247 us with 96 KB, 255 with 128 KB. With 112 KB LayerNorm gains, slower
-    over a row, where these make four stages of three: N=7168 260 → 247; and where it keeps pace RMSNorm: 7168 248 →
-    242, 14336 248 → 243. With 128 KB large clusters gain, whose blocks wait for each other across multiprocessors:
-    N=65536 255 with 96 KB, 244 so, 247 with 160 KB; and of those that keep pace LayerNorm with db (1024 244 → 243.5,
-    4096 249 → 244, 8192 248.5 → 243), both with 24 columns a thread of 16-bit types (RMSNorm 1536 242.8 → 241.6, 12288
-    243.2 → 241.6, two blocks of four warps took 247.3 at 1536; LayerNorm with larger blocks, too, 384 247.7 → 243.9,
-    768 243.8 → 242.2, 1536 244.8 → 242.8, 12288 243.6 → 242.6) and RMSNorm in clusters of four (32768 246.7 → 242.8);
-    but 512 243.3 → 250.6, 4096 241.3 → 243.2, LayerNorm 512 243.5 → 250.4, 7168 244.4 → 248.4 (144 KB). Off 16 bytes
-    RMSNorm has 112 KB, too: 100 MB, 7001 38.8 us with 96 KB, 36.2 so, 12289 41.1 and 37.5. Float32, RMSNorm with 128
-    KB: 1 GB, 512 240.9 → 242.4, 2048 243.2 → 241.7, others within 0.5%. Not timed: LayerNorm without db.
+    others (RMSNorm, N=4096, 1 GB, without pace 247 us with 96 KB, 255 with 128). Who waits for others across
+    multiprocessors gains from more (65536 255 → 244), and so do slow loops that keep pace (LayerNorm, 4096 249 → 244).
     """
     norm, x, _, sums_db, vector = kind
     if cluster >= 8:
@@ -556,10 +491,8 @@ def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pa
 def _lead(split: _Split, stages: int, blocks: int, step_bytes: int, device: Device) -> int:
     """In quarters of a step, given the blocks of a multiprocessor and the bytes of a step.
 
-    Blocks of one warp, which rows that lie apart have, keep no pace where memory is fast. An H200, gaps of 64, 100 MB,
-    768 44.4 → 38.9 us, 1024 41.5 → 38.2, 300 MB 106.2 → 86.9, 97.0 → 86.3, LayerNorm 107.0 → 90.0, 99.3 → 91.4,
-    float32, 700 MB, LayerNorm 516 231.9 → 219.8, 1024 212.8 → 184.3; but of two warps 2048 83.1 → 82.9, LayerNorm 84.8
-    → 86.4, with gaps of 8 97.3 → 106.1 (not there).
+    Blocks of one warp, which rows that lie apart have, keep no pace where memory is fast (gaps of 64, 300 MB, 1024:
+    97.0 → 86.3 us).
     """
     norm = split.kind[0]
     lead = _usual_lead(split, stages, blocks, step_bytes)
@@ -581,9 +514,7 @@ def _usual_lead(split: _Split, stages: int, blocks: int, step_bytes: int) -> int
     """The same where memory is fast, or rows have gaps.
 
     RMSNorm's rows of a warp that 24 columns a thread do not fill keep no pace where eight blocks share a
-    multiprocessor, which is so of rows with gaps alone. 16-bit types, an H100, 1 GB, N=640 432 → 373 us, 704 392 → 370,
-    576 377 → 375, 100 MB 53.0 → 50.8, 52.4 → 50.7, 54.0 → 51.6; but 832 359 → 369, 1152 353 → 364, 1408 351 → 361, 1920
-    344 → 356.
+    multiprocessor, which is so of rows with gaps alone (an H100, 1 GB, N=640: 432 → 373 us).
     """
     (norm, x, *_), per_thread, group, cluster, slab, *_ = split
     crowded = norm == "rmsnorm" and ITEMSIZE[x] == 2 and blocks > MOST_BLOCKS_A_COUNTER[norm]
@@ -655,11 +586,7 @@ def _takes_a_stage_more(split: _Split, device: Device) -> bool:
     """Of whole warps with 32 or 36 single columns of 16 bits a thread, where memory is fast, four stages though three
     have _ring_bytes(); RMSNorm where a row takes eight warps of a block.
 
-    An H100 with 92 multiprocessors, 70 and 700 MB: RMSNorm 8191 38.7 → 36.8, 271 → 250 us, 9001 38.7 → 37.3, 263 →
-    255, in pairs 16385 340 → 331; LayerNorm 1001 41.1 → 39.5, 292 → 289, 2047 39.3 → 38.3, 262 → 256, 4001 39.7 → 38.1,
-    264 → 250, 8191 40.9 → 38.4, 274 → 248, 16385 368 → 359; but RMSNorm 2047 257 → 262, 4095 257 → 263, clusters of
-    eight, 65537, 527 → 544, 591 → 603, 24 columns, LayerNorm, 3001, 256 → 272, 40, RMSNorm, 10001, 256 → 262. Where
-    memory is slow it loses: 1 GB, 8191 348 → 357, LayerNorm 1001 350 → 366, 4095 354 → 362.
+    An H100 with 92 multiprocessors, 700 MB: 8191 271 → 250 us, LayerNorm 274 → 248; but RMSNorm 4095 257 → 263.
     """
     norm, x, dy, _, vector = split.kind
     timed = not vector and ITEMSIZE[x] == ITEMSIZE[dy] == 2 and split.per_thread in (32, 36) and split.cluster < 8
@@ -674,13 +601,9 @@ def part_of_warp_lanes(x: str, vector: bool, choice: Choice, device: Device) -> 
 def _block_threads(kind: Kind, per_thread: int, keeps_pace: bool) -> int:
     """Of a block with several groups: as many as there may be, for fewer partial rows of dw and db, and one ring.
 
-    RMSNorm, N=4096, 25 MB, where walkers met: 17.4 us with four warps, 16.9 with eight; LayerNorm 19.5 and 18.6. But
-    half as many where all would wait for each other's copies (staged.cuh: a team is then a whole block), unless pace is
-    kept by _has_short_steps(): eight gain with the larger ring of _ring_bytes(), RMSNorm, 1 GB, N=384 244.3 → 243.9 us,
-    768 243.5 → 242.2, 1536 244.1 → 241.6, 3072 243.3 → 242.5 (with the smaller one 247.4, 243.0, 242.8, 244.0). Without
-    pace 3072 lost at 100 MB, 35.9 → 37.8, LayerNorm at 1 GB, 246.7 → 248.9. Not timed in float32. With
-    STAGED_FILLING_COLUMNS eight gain in any case: 25 MB, 1792, beside 32 columns, 16.9 → 21.1 us with four, 17.0 → 16.1
-    with eight. Of little data: _staged_blocks().
+    RMSNorm, N=4096, 25 MB: 17.4 us with four warps, 16.9 with eight. But half as many where all would wait for each
+    other's copies (staged.cuh: a team is then a whole block), unless _has_short_steps() keeps pace, with the larger
+    ring of _ring_bytes(), or with STAGED_FILLING_COLUMNS. Of little data: _staged_blocks().
     """
     _, x, _, _, vector = kind
     teams = vector and per_thread * compute_itemsize(x) >= 128

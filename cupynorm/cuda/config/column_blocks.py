@@ -23,39 +23,20 @@ from .common import (
 )
 
 # Where x, dy and dx take at most so many bytes, and column blocks (column_blocks.cuh) at most so many rows for each of
-# their threads, these sum dw and db, and row walkers find dx alone. Rows by whether db is summed and by the sectors of
-# memory that a slice of columns is wide: one, two, or more. RMSNorm, 64x1024 9.6 → 6.8 us, 1628x2560 17.7 → 14.8;
-# LayerNorm, 64x4096 12.7 → 7.9, 407x10240 21.8 → 15.8. Where memory is slow (True), fewer walkers lose more.
-#
-# Of 16-bit types in vectors and small clusters, from a scan of 23 lengths and seven sizes with and without, 37 MB
-# unless said: an H200, RMSNorm 10240, 57 rows, 20.1 → 18.5 us, 32768 20.9 → 18.8, LayerNorm 8192, 71, 21.9 → 19.6,
-# 32768 23.2 → 19.9, 43 MB, 8192, 83, 23.9 → 22.1, 10240, 88, 25.9 → 24.1; an H100, LayerNorm 10240 28.3 → 24.3, 6144,
-# 48, 25.5 → 23.4. But of few column blocks, beside walkers that take several rows a step, an H200, 31 MB, LayerNorm,
-# 2560, 64 rows, 19.0 → 20.3, an H100, 25 MB, 51 rows, 19.8 → 21.9. Some lose within the limits: an H200, 37 MB, 7168
-# 18.4 → 18.9; an H100, 28 MB, LayerNorm 5120 4%. Since a thread waits for sixteen rows at a time more are worth it,
-# an H200, 37 MB, 4096, 71 rows, 19.1 → 18.0; an H100, 37 MB, 5120, 57, 22.8 → 21.1, 43 MB, 10240, 66, 26.1 → 22.9,
-# 20480 27.1 → 23.5, 16384, 82, 24.9 → 23.9, but 37 MB, 2560, 76, 22.2 → 22.7, 25 MB, LayerNorm 1024, 32 of one
-# sector, 17.9 → 18.8.
-#
-# Else: beyond these limits some lost, RMSNorm, 36 MB, N=131072 9%, LayerNorm without db, 31 MB, N=65536 14%; within
-# them RMSNorm 65536 loses 4 to 5% from 28 MB on, LayerNorm without db 65536 7% at 25 MB. Where memory is slow, an H100:
-# LayerNorm, 43 MB, 65536 29.5 → 27.1, but gangs, 262144, 34.1 → 35.3.
+# their threads, these sum dw and db, and row walkers find dx alone (25 MB, LayerNorm, N=10240: 21.8 → 15.8 us). Rows by
+# whether memory is slow, by whether db is summed, and by the sectors of memory that a slice of columns is wide: one,
+# two, or more. The second line is for few column blocks beside walkers that take several rows a step. For 16-bit types
+# in vectors and small clusters, from a scan of 23 lengths and seven sizes.
 COLUMN_BLOCKS_BYTES = 44 << 20
 COLUMN_BLOCK_ROWS = {False: ((28, 44, 120), (44, 48, 120)), True: ((28, 44, 120), (28, 44, 110))}
 FEW_COLUMN_BLOCKS, FEW_COLUMN_BLOCKS_ROWS = 56, {False: (120, 100), True: (120, 46)}
-# Longer rows gain beyond these, and at any number of rows for a thread where a block has one row a step (where memory
-# is fast not eight warps with db: an H200, LayerNorm 40960, 62 MB, 126 rows, 31.5 → 33.8 us). An H100, from a scan of
-# 15 lengths, 50 to 150 MB, without and with: 50 MB, LayerNorm 4096 29.1 → 27.6 us, 8192 28.5 → 26.3, 16384 30.1 → 27.3,
-# 65536 31.9 → 28.4, RMSNorm 10240 27.8 → 26.0, 32768 28.3 → 26.1; 75 MB, LayerNorm 12288 39.5 → 36.8, RMSNorm 20480
-# 37.8 → 35.8; 100 MB, LayerNorm 8192 45.8 → 44.5, 16384 46.6 → 44.8, RMSNorm 10240 45.3 → 44.3, 32768 45.5 → 44.2; with
-# 125 MB little, with 150 nothing. So up to these, by whether db is summed and whether a block has one row, by columns a
-# thread. LayerNorm with 40 of them, eight warps, 75 MB, 10240 42.5 → 39.6, 36864 40.7 → 37.9, 40960 43.0 → 38.1, 100 MB
-# 50.9 → 50.3, 49.3 → 46.6, 51.3 → 47.5, but in pairs of four warps 9728 49.3 → 58.3. They must be many: with db, too
-# few fall so far behind that they miss the L2 cache (43 MB, 8192, with 52 20% more than with 64). Where memory is fast,
-# up to LONG_COLUMN_BLOCKS_BYTES, from LONG_COLUMNS on where a block has several rows, with 24 columns a thread where
-# eight warps share one: an H200, without and with, 50 MB, LayerNorm 6144 24.8 → 22.7 us, 12288 25.5 → 23.5, 62 MB 28.5
-# → 26.6, 29.4 → 27.3, 20480 30.6 → 27.5, RMSNorm 6144 26.3 → 25.5, 12288 26.1 → 25.2, 10240 26.4 → 25.2, but 43 MB,
-# 2048 19.9 → 20.3.
+
+# Longer rows gain beyond these, and by bytes alone where a block has one row a step (where memory is fast, with db,
+# only in clusters, of less than eight warps a block). Where memory is fast, up to LONG_COLUMN_BLOCKS_BYTES, from
+# LONG_COLUMNS on where a block has several rows, with 24 columns a thread where eight warps share one (50 MB,
+# LayerNorm, 12288: 25.5 → 23.5 us). Where it is slow, by whether db is summed and whether a block has one row, by
+# columns a thread (an H100, 75 MB, LayerNorm, 12288: 39.5 → 36.8 us). Column blocks must be many: with db, too few fall
+# so far behind that they miss the L2 cache. The ..._ELSE are for larger types, single columns and larger clusters.
 LONG_COLUMN_BLOCKS_BYTES, LONG_COLUMNS = 60 << 20, 4096
 SLOW_COLUMN_BLOCKS_BYTES: dict[tuple[bool, bool], dict[int, int]] = {
     (False, True): {32: 105 << 20, 40: 105 << 20},  # where no lane is idle
@@ -73,57 +54,51 @@ SLOW_FEW_COLUMN_BLOCKS_ELSE, SLOW_FEW_COLUMN_BLOCKS_ROWS_ELSE = 48, (60, 50)
 COLUMN_BLOCK_ROWS_ALONE = (20, 22, 40)  # without dx: 25 MB, N=1024, with 32 rows of a sector, 15.2 → 17.0 us
 COLUMN_BLOCK_LARGE_ROW = 4 / 3  # what a row of a larger type counts: float32, 25 MB, N=65536, 64 rows, 17.9 → 20.1 us
 SECTOR_BYTES = 32
-# At most so many column blocks, and as many times more as there may be blocks on a multiprocessor. On a small device
-# fewer, so that at least so many walkers are left for each cluster of them; without dx, in small clusters, twice as
-# many: LayerNorm, 814x5120 17.8 → 14.4 us.
+
+# At most so many column blocks, and as many times more as there may be blocks on a multiprocessor; without dx, in small
+# clusters, twice as many (LayerNorm, 814x5120: 17.8 → 14.4 us). On a small device fewer, so that at least so many
+# walkers are left for each cluster of them.
 COLUMN_BLOCKS = 64
 COLUMN_BLOCKS_WALKERS = 5 / 8
-# Walkers and column blocks are to end together. A call takes what the slower of them take: by kernels without the one
-# or the other, 25 MB, an H200, N=4096, with 64 column blocks walkers take 15.3 us, column blocks 13.1, the call 15.3,
-# with 32 14.2, 15.9 and 15.5, LayerNorm 16.4, 13.8 and 16.5, 14.8, 17.6 and 17.7. So there are about so many of 132
-# multiprocessors: a first number, more for each MB of x, dy and dx, a most; without and with db. LayerNorm, 25 MB, with
-# 64, 52, 43 and 32, an H200, 4096 16.0, 15.7, 15.3, 16.8 us, 16384 16.1, 15.7, 15.2, 16.7, 32768 with 64, 44 and 32
-# 18.9, 15.8, 16.9; an H100 18.0, 18.5, 19.5, 20.7 and 17.9, 17.9, 18.5, 21.1, at 12 MB 11.8, 12.5, 11.6, 12.2. As
-# slices of a power of two of sectors leave no such choice, they are so many quarters of that wide, too, but of whole
-# pairs of sectors, and four or more: three and seven of them took longer than four and eight, as they touch more lines
-# of memory (25 MB, an H100, LayerNorm, 5120, with 40, 46 and 54 blocks 20.5, 23.2, 20.6). Wider ones only where there
-# would be over three quarters of the most, and where walkers have several steps: 6 MB, LayerNorm, 5120 with 40 and 32
-# blocks 9.1, 9.9.
+
+# Walkers and column blocks are to end together, as a call takes what the slower of them take (25 MB, LayerNorm, 4096,
+# with 64, 43 and 32 column blocks: 16.0, 15.3, 16.8 us). So there are about so many of 132 multiprocessors, by whether
+# memory is slow and db is summed: a first number, more for each MB of x, dy and dx, a most. As slices of a power of two
+# of sectors leave no such choice, they are so many quarters of that wide, too, but of whole pairs of sectors, and four
+# or more, as others touch more lines of memory; wider ones only where there would be over three quarters of the most.
 OTHER_SLICES, OTHER_SLICES_LEAST_SECTORS = (3, 5, 6, 8), 4
 AIMED_COLUMN_BLOCKS = {
     False: {False: (32, 0.6, 47), True: (24, 2, 46)},
     True: {False: (22, 0.85, 47), True: (44, 0.4, 60)},
 }
-# For each of several blocks on a multiprocessor no more: LayerNorm, an H100, 37 MB, 10240 with 108 and 80 blocks 27.9,
-# 23.5 us, 20480 24.7, 22.5. And without db slices of under 128 bytes count as so many times as far from the aim: 25 MB,
-# 2048 with 64 and 32 blocks, an H200 15.4, 14.3, an H100 17.9, 17.1 (LayerNorm 17.9, 19.5); wider ones that are no
-# whole lines, too: an H100, 37 MB, 7168 with 45 and 56 blocks 6% apart, 8192 with 52 and 43 4%.
+
+# For each of several blocks on a multiprocessor no more (an H100, 37 MB, LayerNorm, 10240, with 108 and 80: 27.9, 23.5
+# us). Without db slices of under 128 bytes count as so many times as far from the aim, and so do wider ones that are no
+# whole lines.
 MOST_AIMED_OF_SEVERAL, NARROW_SLICE, BROKEN_LINES = 46, 1.3, 1.2
+
 # Where memory is slow, without db, in clusters of four with it, too: with 24 columns a thread so many (these at most),
-# with more data and with 40 columns at most so many (an H100: 6144, 37 MB, with 48 blocks 5% more than with 64, 25 MB
-# 9% less; 10240, 50 MB, with 40 5% more than with 54); in clusters of four others yet (32768, 50 MB, with 44 and 52 7%
-# apart, LayerNorm with 64 and 52 7%).
+# with more data and with 40 columns at most so many; in clusters of four others yet (an H100, 6144, with 48 blocks and
+# with 64: 37 MB +5%, 25 MB −9%).
 SLOW_AIMED_24, SLOW_MANY_BYTES, SLOW_MOST_AIMED_40 = {False: 48, True: 64}, 28 << 20, 54
 SLOW_MOST_AIMED_OF_FOUR = {False: 52, True: 56}
-# Where memory is fast, at most so many, without db with 40 columns a thread and in clusters of four, with db with 28:
-# an H200, 10240, 37 MB, with 54 and 40 blocks 17.7, 17.2 us, 50 MB 22.0, 21.2, 20480 22.3, 21.4, 32768, with 44 and 32,
-# 23.0, 22.2; LayerNorm 7168, with 45 and 56, 25 MB 15.5, 14.9, 43 MB 23.2, 21.2.
+
+# Where memory is fast, at most so many, without db with 40 columns a thread and in clusters of four, with db with 28
+# (10240, 50 MB, with 54 and 40: 22.0, 21.2 us).
 FAST_MOST_AIMED_40, FAST_MOST_AIMED_OF_FOUR, FAST_MOST_AIMED_28 = 43, 36, 56
+
 # LayerNorm with 40 columns a thread, in one block, where memory is slow: 25 MB, 5120, with 54 blocks 19.5 us, with 80
 # 17.8; 12 MB, 2560, with 40 12.5, with 80 11.9.
 SLOW_WIDE_COLUMN_BLOCKS, SLOW_WIDE_BYTES = 80, 9 << 20
+
 # Short rows make few slices of whole lines of memory, and narrow ones touch a line several times: several blocks share
-# a slice's rows, where a thread of narrow slices would have more rows than these, by the sectors that such are wide. An
-# H100, from a scan of 17 lengths and eight sizes, 3 to 43 MB. Where a multiprocessor has several blocks (up to 768
-# columns), slices of a line: 6 MB, N=128 11.6 → 10.0 us, 256 11.3 → 9.3, LayerNorm 12.5 → 10.5, 12.9 → 10.2, 12 MB, 512
-# 13.5 → 11.4, LayerNorm 15.2 → 12.7, 384 14.9 → 12.8. Up to 1280 columns, of two lines: 18 MB, 896 15.7 → 13.6,
-# LayerNorm 16.8 → 14.0, 1280 18.4 → 14.7, 25 MB 20.0 → 17.9. Up to 3072: 37 MB, RMSNorm, 2560 22.6 → 21.9, LayerNorm,
-# 2048 23.5 → 23.1. A power of two of them mostly makes whole batches of a thread's rows: 256, 25 MB, with 64 blocks
-# 17.0 us, with 60 18.4. Limits of data and numbers of blocks are the scan's; where memory is fast they are inferred
-# from it and from an H100 with 92 multiprocessors (8.4 MB, 128 12.8 → 11.0, LayerNorm 640 12.8 → 11.7; 17 MB, 896 16.5
-# → 14.5).
+# a slice's rows, where a thread of narrow slices would have more rows than these, by the sectors that such are wide.
+# Slices are of a line where a multiprocessor has several blocks, else of two (an H100, 6 MB, 256: 11.3 → 9.3 us, 25 MB,
+# 1280: 20.0 → 17.9). A power of two of blocks mostly makes whole batches of a thread's rows. Limits are an H100's, from
+# a scan of 17 lengths and eight sizes; where memory is fast, inferred.
 SHARED_LEAST_ROWS = (10.9, 22, 50)
 SHARED_SHORT_COLUMNS, SHARED_MEDIUM_COLUMNS, SHARED_MOST_COLUMNS = 768, 1280, 3072
+
 # Slices of a line up to the first; with db by more blocks up to the second.
 SHARED_SHORT_BYTES = {False: (29 << 20, 32 << 20), True: (21 << 20, 27 << 20)}
 SHARED_SHORT_FEW_BYTES, SHARED_SHORTEST_COLUMNS = 9 << 19, 128
@@ -131,42 +106,38 @@ SHARED_SHORT_BLOCKS, SHARED_SHORT_BLOCKS_MORE = {False: 48, True: 96}, 128
 SHARED_MEDIUM_BLOCKS = {False: 60, True: 64}
 SLOW_SHARED_POWERS_BYTES, SLOW_SHARED_POWERS_BLOCKS = 27 << 20, 80
 SLOW_SHARED_LONG_BYTES, SLOW_SHARED_LONG_BLOCKS = {False: 27 << 20, True: 21 << 20}, {False: 56, True: 68}
-# Where memory is fast, with db, of two lines, with 32 columns a thread from so much data on, with 40 in any case, and
-# of four where such fill all lanes of four warps. An H200, without and with, or as before: 25 MB, LayerNorm 2048 16.5 →
-# 15.9 us, 2560 17.4 → 16.7, 37 MB 20.4 → 19.4, 24.3 → 20.2, 2304 22.0 → 19.0, 5120 24.2 → 20.5, 43 MB 27.3 → 22.3, but
-# 4608 21.0 → 22.7 (not there), which has idle lanes.
+
+# Where memory is fast, with db: slices of two lines, with 32 columns a thread from so much data on, with 40 in any
+# case, and of four lines where such fill all lanes of four warps (37 MB, LayerNorm, 2560: 24.3 → 20.2 us, 5120: 24.2 →
+# 20.5; but 4608, which has idle lanes: 21.0 → 22.7).
 FAST_SHARED_LONG_BYTES, FAST_SHARED_LONGEST, FAST_SHARED_LONG_BLOCKS = 20 << 20, 5120, 54
 LINE_BYTES = 128
+
 # Float32 (_is_float32), in place of the limits above: up to so many bytes, without and with db; of rows of a warp or
 # less, in clusters of so many blocks, with 24 columns a thread, and else, but LayerNorm's rows of one block or two with
-# 40 as RMSNorm's. From a scan of 25 lengths and ten sizes, 6 to 100 MB, an H100, without and with: 12 MB, LayerNorm
-# 2560 16.1 → 11.5 us, RMSNorm 1280 14.4 → 11.3, 18 MB, 20480 17.3 → 14.6, LayerNorm 5120 18.2 → 14.8, 25 MB, 32768 20.3
-# → 18.2, RMSNorm 5120 18.2 → 17.3, 31 MB, LayerNorm 4096 21.9 → 19.9, 50 MB, 512 27.5 → 26.0, 12288 28.5 → 27.1, 24576
-# 30.0 → 27.2; but 31 MB, RMSNorm 7168 19.1 → 21.0, 37 MB, LayerNorm 5120 24.1 → 25.0, 50 MB, RMSNorm 28672 27.5 → 29.7.
-# Of short rows several blocks share slices of two lines, about so many, and where a multiprocessor has several: 12 MB,
-# LayerNorm, 384 15.6 → 12.2, 25 MB, 1280 19.6 → 17.5.
+# 40 as RMSNorm's (an H100, from a scan of 25 lengths and ten sizes: 12 MB, LayerNorm, 2560 16.1 → 11.5 us, 31 MB, 4096
+# 21.9 → 19.9). Of short rows several blocks share slices of two lines, about so many, and where a multiprocessor has
+# several.
 FLOAT32_SHORT_BYTES = {False: 36 << 20, True: 76 << 20}
 FLOAT32_CLUSTERS, FLOAT32_CLUSTERS_BYTES = {False: 4, True: 8}, {False: 36 << 20, True: 50 << 20}
 FLOAT32_24_COLUMNS_BYTES, FLOAT32_BYTES = 50 << 20, {False: 27 << 20, True: 38 << 20}
 FLOAT32_SHARED_BLOCKS, FLOAT32_SHARED_BLOCKS_OF_SEVERAL = 64, 96
+
 # RMSNorm's steps of eight rows of 3 to 4 KB are large, and walkers beside column blocks take few of them: up to so many
 # bytes, slices of four lines. 1024, 12 MB, 13.6 → 11.2 us, 18 MB 15.9 → 14.6, 25 MB 17.5 → 18.3 (not shared 21.0).
 FLOAT32_LARGE_STEPS_BYTES = 20 << 20
-# Rows of a thread, as they count, at most (the scanned ones have up to 127); of a slice of which a row fills a part,
-# such a part of these. An H100, without and with column blocks, 12 MB, LayerNorm N=4 16.3, 28.5 us, 8 16.2, 21.2, 32
-# (42 rows, of 80) 15.5, 14.2, 25 MB, 16 21.9, 23.2, RMSNorm 32 (85) 18.7, 20.0, 75 MB, LayerNorm 32 39.9, 43.6, 64
-# (127) 37.4, 37.7.
+
+# Rows of a thread, as they count, at most; of a slice of which a row fills a part, such a part of these (an H100, 12
+# MB, LayerNorm, without column blocks and with, N=4: 16.3, 28.5 us, 32: 15.5, 14.2).
 FLOAT32_ROWS = 160
-# One row alone (that few_rows.py leaves: off 16 bytes, say) gains from so many columns on, LayerNorm 7.6 → 6.9 us, of
-# 1024 6.2 → 6.6; where dw and db have another type than their sums, and without dx, in any case (an H100, off 16 bytes,
-# without dx, 513 6.0 → 5.0, 2047 6.9 → 5.2, LayerNorm 6.7 → 5.6, 7.5 → 5.7).
+
+# One row alone (that few_rows.py leaves: off 16 bytes, say) gains from so many columns on (LayerNorm 7.6 → 6.9 us, of
+# 1024 6.2 → 6.6); where dw and db have another type than their sums, and without dx, in any case.
 COLUMN_BLOCKS_ONE_ROW = 4096
+
 # Of rows that lie apart, so that a block has one a step, at most so many, by the block's warps, of four and more the
-# last, and bytes of x's type: threads of such small column blocks have many rows each. An H100, 16 bits, with column
-# blocks and without: one warp, 6 MB, 1024 (977 rows) 11.2, 12.4 us, 768 (1302) 13.0, 12.1, 25 MB, 640 50.9, 20.0,
-# LayerNorm 1024 26.0, 20.1; two, 12 MB, 1536 (1302) 12.4, 13.9, 18 MB, 2048 (1465) 17.1, 15.6, 50 MB, LayerNorm 1536
-# 53.5, 28.3; four, 25 MB, 3072 (1356) 17.7, 18.5, 37 MB (2007) 21.9, 22.1, 50 MB 27.6, 26.9; float32, two, 18 MB,
-# LayerNorm 1536 (977) 17.0, 15.8, 25 MB (1356) 21.9, 18.4.
+# last, and bytes of x's type: threads of such small column blocks have many rows each (an H100, with column blocks and
+# without: 640, 25 MB, 50.9, 20.0 us; 1024, 6 MB, 11.2, 12.4).
 APART_ROWS = {2: (1100, 1400, 2000), 4: (1100, 1100, 2000)}
 
 

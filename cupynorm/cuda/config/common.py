@@ -14,28 +14,28 @@ CLUSTERS = (1, 2, 4, 8, 16)
 STAGED_MOST_TEAMS = 4  # kMaxTeams
 STAGED_MAX_THREADS = 256  # kMaxThreads of staged.cuh: what leaves a thread the registers that it needs
 STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
-# Columns a thread where a row takes whole warps, by type of the arithmetic. Several, so that rows of any length fill
-# the lanes of 1, 2, 4 or 8 warps; in vectors, or single columns: for these, whose lanes without a column take as long
-# as the others, six in place of two. 1 GB, an H100: LayerNorm N=513 520 → 367 us, 601 447 → 356, 700 386 → 358,
-# RMSNorm 513 453 → 367, 601 390 → 355, 700 348 → 357, from 850 on −4 to +3% (with fewer warps than now); on an H200
-# 24 beside 32 and 40 made LayerNorm 6100 298.0 → 262.3, 24001 354.9 → 306.6.
+
+# Columns a thread where a row takes whole warps, by whether in vectors and by the arithmetic's type. Several, so that
+# rows of any length fill the lanes of 1, 2, 4 or 8 warps; more of single columns, for which lanes without one take as
+# long as the others (an H100, 1 GB, LayerNorm, N=601: 447 → 356 us).
 STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, tuple[int, ...]]] = {
     True: {"float32": (24, 32, 40), "float64": (16,)},
     False: {"float32": (20, 24, 28, 32, 36, 40), "float64": (16,)},
 }
+
 # Of rows of a warp or less: columns a thread, beside columns_per_thread(), and on how many lanes at least and at
 # most. Those are chosen that cover least beyond the row (short_row()).
 PartLanes = dict[int, tuple[int, int]]
-# MOST_COPIED_GAPS of backward.py, for larger types and both passes. Float32, 300 MB, an H100, direct and so, in
-# vectors: RMSNorm N=512 with gaps of 8 columns 121.1 → 111.4 us, LayerNorm 123.1 → 112.3, forward 79.2 → 73.5, 79.9 →
-# 76.5, 256 with 64 118.7 → 125.4, 121.0 → 126.7, 79.2 → 81.0, 80.7 → 83.8 (not there); single columns, with 1, 512
-# 135.3 → 114.5, 138.1 → 115.9, 78.4 → 74.1, 80.8 → 79.9, 300 167.2 → 116.0, 183.3 → 116.6, 84.9 → 75.0, 87.0 → 78.8;
-# larger gaps of these and float64 were not timed.
+
+# MOST_COPIED_GAPS of backward.py, for larger types and both passes (an H100, float32, 300 MB, N=512 with gaps of 8:
+# 121.1 → 111.4 us; 256 with 64: 118.7 → 125.4, not there).
 MOST_COPIED_GAPS_LARGE = {True: 1.17, False: 1.25}
+
 # And of rows of whole warps, in single columns; in vectors each block has one of such rows.
 MOST_COPIED_GAPS_LONG = 1.1
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48  # of a walker
+
 # More columns a thread than these only where a row takes so many warps: FORWARD_COLUMNS_PER_THREAD of forward.py.
 FORWARD_MORE_COLUMNS, FORWARD_MORE_COLUMNS_LEAST_WARPS = 40, 4
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps

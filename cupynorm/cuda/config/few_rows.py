@@ -25,18 +25,20 @@ from .common import (
 
 # struct FewRowsArguments in backward_few_rows.cu, by the type of the arithmetic.
 FEW_ROWS_ARGUMENTS = {"float32": "8P3i6h3qfh2x", "float64": "8P3i6h3qdh6x"}
+
 # Of a block, and of those that a multiprocessor has at once (kBlockThreads): where a thread of backward_staged.cu has
 # over so many columns, and else.
 FEW_ROWS_MANY_COLUMNS, FEW_ROWS_MOST_THREADS = 32, {True: STAGED_MAX_THREADS, False: 512}
-# A thread has as few vectors as may be (an H100, LayerNorm, 1x4096, with two 5.9 us, with one 5.7), but all of such a
-# thread's where these share a sum (_sums_by_vector). An H200, LayerNorm with 24 columns, one vector and all, 1x1536
-# 4.7, 4.9, 87x3072 6.7, 6.4; with 40 without this kernel and with it, 1x2560 6.5, 5.2, 26x5120 6.9, 6.1. Everywhere it
-# took 2 to 8% longer (1x1024 4.8 → 5.3).
+
+# A thread has as few vectors as may be (an H100, LayerNorm, 1x4096, with two 5.9 us, with one 5.7), but all of a thread
+# of backward_staged.cu where these share a sum (_sums_by_vector).
 FEW_ROWS_VECTORS = (1, 2, 4)
+
 # Where rows take a warp or less, the fewer of these with which no thread of a column block has many rows.
 FEW_ROWS_SHORT_THREADS = (128, 256)
-# Of a column block's thread. An H100, RMSNorm, N=128, in blocks of 256 threads, 800 rows, 6.2 each, 6.7 → 6.4 us, 1200
-# rows, 9.4 each, 7.7 → 7.5 (LayerNorm 7.9 → 8.0), 1600 7.9 → 8.4.
+
+# Of a column block's thread (an H100, N=128, in blocks of 256 threads, 800 rows, 6.2 each: 6.7 → 6.4 us; 1600: 7.9 →
+# 8.4).
 FEW_ROWS_SUMMED = 8
 FEW_ROWS_SUM_VECTORS = 128  # kSumVectors
 
@@ -91,9 +93,8 @@ def few_rows_vectors(definitions: tuple[str, ...]) -> set[int]:
 def few_rows_blocks(config: BackwardConfig, problem: NormProblem, aligned_sums: bool, device: Device) -> FewRows | None:
     """None where backward_few_rows.cu does not pay; `aligned_sums`: dw and db start at multiples of 16 bytes.
 
-    It pays where all of its blocks run at the same time. An H100, without it and with, 8x1024 5.9 → 4.9 us, LayerNorm
-    6.2 → 5.0, 64x4096 6.7 → 6.2, 192x2048 6.8 → 6.5, 7.2 → 6.9, but 264x2048 7.2 → 8.9, 7.6 → 9.4. Blocks of which a
-    thread has two or four vectors count as often: LayerNorm, 32x8192 6.8 → 6.6, 64x8192 7.4 → 7.6.
+    It pays where all of its blocks run at the same time (an H100, 64x4096 6.7 → 6.2 us, 192x2048 6.8 → 6.5, but
+    264x2048 7.2 → 8.9). Blocks of which a thread has two or four vectors count as often.
     """
     split = _split(config)
     if split is None or not problem.want_dx or problem.rows > _most_threads(config.per_thread) * device.multiprocessors:

@@ -49,90 +49,68 @@ FORWARD_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
     True: {2: {24: (1, 16), 32: (1, 8)}, 4: {24: (1, 16), 32: (1, 8)}},
     False: {2: {12: (4, 16), 20: (16, 16), 24: (16, 16)}, 4: {12: (8, 32), 20: (16, 16)}},
 }
-# Forward, single columns of 16-bit types, twice as many threads on a multiprocessor, with 24 columns a thread half as
-# many more, where as many lanes or more hold a row; with the columns above, 1 GB, an H100: RMSNorm 65 664 → 433 us,
-# 129 662 → 398, 257 625 → 278, 450 367 → 255, LayerNorm 764 → 513, 787 → 482, 711 → 357, 411 → 293; with fewer lanes
-# 9 to 20 lost 10 to 20% (5 gained, 925 → 632, LayerNorm 999 → 738).
+
+# Single columns of 16-bit types: twice as many threads on a multiprocessor, with 24 columns a thread half as many more,
+# where as many lanes or more hold a row (an H100, 1 GB, LayerNorm, N=129: 787 → 482 us).
 FORWARD_FEW_LANES = 4
-# MOST_COPIED_GAPS of backward.py, for 16-bit types. 300 MB, an H100, direct and so, in vectors: RMSNorm N=512 with
-# gaps of 64 columns 83.0 → 76.5, 256 with 64 88.2 → 81.5, with 128 86.9 → 88.6 (not there), LayerNorm 85.7 → 80.5,
-# 91.0 → 86.2, 89.6 → 93.5 (not there), 384 with 64 81.4 → 83.8. Single columns: RMSNorm 512 with 1 91.2 → 77.3, with
-# 257 92.7 → 88.7, with 513 92.3 → 103.3 (not there), 129 with 1 124.3 → 125.9, LayerNorm 107.4 → 85.1, 107.5 → 94.1,
-# 107.7 → 110.2, 148.1 → 149.2.
+
+# MOST_COPIED_GAPS of backward.py, for 16-bit types (an H100, 300 MB, N=512 with gaps of 64: 83.0 → 76.5 us; 256 with
+# 128: 86.9 → 88.6, not there).
 FORWARD_MOST_COPIED_GAPS = {True: {"rmsnorm": 1.3, "layernorm": 1.3}, False: {"rmsnorm": 1.75, "layernorm": 2.0}}
-# Where rows lie apart, so that a block of one warp has one a step, no more blocks on a multiprocessor. An H100, with
-# twelve, LayerNorm with sixteen, and so: 25 MB, 640 with gaps of 64 13.3 → 12.5 us, LayerNorm 15.4 → 13.3, 100 MB 38.1
-# → 34.4, 38.6 → 35.3, 1 GB 351 → 336, 349 → 338, 6 MB 9.4 → 7.9, 10.0 → 8.1, 1024, 100 MB 32.1 → 30.0, 33.7 → 30.2; off
-# 16 bytes, with twelve, LayerNorm 1001 with gaps of 201, 42.8 → 36.3, 1 GB 326 → 282. With ten they mostly took longer
-# than with twelve, blocks of two warps as long with four as with six.
+
+# Where rows lie apart, so that a block of one warp has one a step, no more blocks on a multiprocessor (an H100,
+# LayerNorm, 25 MB, 640 with gaps of 64, with sixteen and so: 15.4, 13.3 us).
 FORWARD_APART_WARPS = 8
-# Steps that the forward pass has in flight at least; more where each walker has few steps. 100 MB, LayerNorm with two
-# and three, N=2560 24.3 → 23.4 us, 4096 23.6 → 22.6, 12288 24.6 → 23.4, 20480 25.2 → 23.7; 200 MB 0.5 to 3% less; 400
-# MB −2 to +1.5%; RMSNorm as long, 131072 23.2 → 22.6; float32, 100 MB, 1 to 4% less in both.
+
+# Steps that the forward pass has in flight at least; more where each walker has few steps (100 MB, LayerNorm, 4096:
+# 23.6 → 22.6 us).
 FORWARD_STAGED_LEAST_STAGES, FORWARD_STAGED_MORE_STAGES, FORWARD_SHORT_STEPS = 2, 3, 24
-# And of LayerNorm's blocks that are no clusters, by columns a thread: 1 GB, with two and three, 2560 170.0 → 168.6 us,
-# 5120 170.5 → 168.6, 10240 170.5 → 169.8, 8192 172.3 → 171.2, 16384 172.4 → 171.6, though 1280 168.5 → 169.6; of parts
-# of warps 384 186 → 176. With the others it lost: 24 1536 169.4 → 171.1, 32 4096 167.5 → 169.1, 48 12288 169.3 → 170.6.
+
+# And of LayerNorm's blocks that are no clusters, by columns a thread, in whole warps and in parts (1 GB, 2560: 170.0 →
+# 168.6 us, 384: 186 → 176; but with 24, 32 and 48, in whole warps, +1%).
 FORWARD_MORE_STAGES_COLUMNS, FORWARD_MORE_STAGES_PART_COLUMNS = (40, 64), (24,)
-# Forward, where each walker has many steps: of all steps this part is drawn by whoever is done first, and this one by
-# blocks alone on their multiprocessor. 1 GB: RMSNorm N=256 182 → 172 us with a half, 174 with a quarter, N=4096 171 →
-# 168 with a quarter, LayerNorm 179 → 174; alone, RMSNorm N=7168 177 → 168 with an eighth, 172 with a quarter. N=384,
-# with 24 columns a thread, takes 169 us with a quarter and 171 with a half.
+
+# Where each walker has many steps, of all steps this part is drawn by whoever is done first, this one by blocks alone
+# on their multiprocessor, and this one of short rows (1 GB, RMSNorm, 4096, with none and a quarter: 171, 168 us; 256,
+# with none, a quarter and a half: 182, 174, 172).
 DRAWN_PARTS, DRAWN_PART_SHORT = (1 / 4, 1 / 8), 1 / 2
-# More where _draws_more() says so. An H200, 1 GB, with 1 / 4, 1 / 2, 5 / 8 and 3 / 4, RMSNorm 1280 165.2, 164.0, 163.7,
-# 163.0, 4096 166.7, 165.5, 164.9, 164.8, LayerNorm 1280 169.3, 167.6, 166.9, 166.4, 4096 166.3, 165.9, 166.2, 166.5;
-# alone, with 1 / 8, 1 / 4, 3 / 8 and 1 / 2, RMSNorm 12288 168.9, 167.9, 167.1, 166.8, LayerNorm 16384 172.6, 170.7,
-# 169.9, 169.2, 10240 168.4, 168.5, 169.0, 169.8. But with 24 columns RMSNorm 768, with 1 / 4 and 1 / 2, 167.7, 170.9,
-# LayerNorm 170.6, 173.2, with 48 LayerNorm 6144 168.0, 168.5, where lanes are idle RMSNorm 7168, as alone, 166.8,
-# 169.5, 172.7, 176.2.
+
+# More where _draws_more() says so (1 GB, RMSNorm, 1280, with 1/4, 1/2 and 3/4: 165.2, 164.0, 163.0 us; but with 24
+# columns, 768, with 1/4 and 1/2: 167.7, 170.9).
 MORE_DRAWN_PARTS = {"rmsnorm": (3 / 4, 3 / 8), "layernorm": (1 / 2, 1 / 4)}
-# From so many steps a walker on; the latter of blocks alone, and of single columns. An H200, not from sixteen but from
-# twelve on, 150 MB: RMSNorm 1024 31.2 → 30.2 us, 4096 31.5 → 30.2, LayerNorm 32.6 → 31.0, 3072 31.8 → 30.9; with ten,
-# 100 MB, as long, alone LayerNorm 12288 23.0 → 23.9, off 16 bytes, with fifteen, 4095 25.3 → 26.1.
+
+# From so many steps a walker on; the latter of blocks alone, and of single columns (150 MB, RMSNorm, 1024, from sixteen
+# on and from twelve on: 31.2, 30.2 us).
 DRAWN_LEAST_STEPS = 12, 16
-# Where memory is slow more, and in shorter launches. An H100, 1 GB: RMSNorm 1024 232.2 → 230.1 us, 4096 231.9 → 229.9,
-# LayerNorm 234.2 → 231.8, 232.7 → 230.5, 14336, alone, 234.7 → 231.3; with ten steps a walker and more, 100 MB, RMSNorm
-# 1024 28.4 → 27.6, 6144 28.5 → 27.8, LayerNorm 29.1 → 28.0, 30.4 → 29.0; 150 MB 39.5 → 38.2, 40.3 → 39.0, 41.0 → 39.7,
-# 42.1 → 40.1.
-SLOW_DRAWN_PARTS, SLOW_DRAWN_LEAST_STEPS = (1 / 2, 1 / 4), (10, 10)
-# There LayerNorm's rows of a warp or less draw, too, by kernels of their own: 1 GB, an H100, N=64 252.6 → 235.8 us, 128
-# 248.3 → 233.8, 384 245.4 → 230.8, 512 243.2 → 230.1, float32 64 246.8 → 237.0, 512 240.3 → 231.7; 100 MB 64 32.0 →
-# 29.9, 128 30.8 → 30.0, 384 30.4 → 29.1, 512 29.6 → 29.2; 50 MB −0.3 to +0.2. Where memory is fast, or nothing is
-# drawn, it mostly loses: with all of an H100's memory for 92 of its multiprocessors 128 172.5 → 188.2, 512 169.8 →
-# 179.4, though 192 172.9 → 170.3. float64, single columns and gaps were not timed.
+
+# Where memory is slow more, and in shorter launches (an H100, 100 MB, RMSNorm, 1024: 28.4 → 27.6 us).
+SLOW_DRAWN_PARTS, SLOW_DRAWN_LEAST_STEPS = (1 / 2, 1 / 4), 10
+
+# There LayerNorm's rows of a warp or less draw, too, by kernels of their own (an H100, 1 GB, N=128: 248.3 → 233.8 us;
+# with 92 multiprocessors, as where memory is fast: 172.5 → 188.2).
 DRAW_SHORT_ROWS_MOST_ITEMSIZE = 4
-# In float32 it gains there, too: an H200, 1 GB, 64 192.5 → 178.0, 192 177.2 → 170.5, 384 176.4 → 169.1, 512 178.4 →
-# 169.3, 25 to 100 MB 2.5% less to 1.2% more; but 24 258.9 → 275.8. 16-bit types gain with 24 columns a thread and at
-# 512, but up to 100 MB they lose 1 to 5% (not there).
+
+# Where memory is fast only in float32, from so many columns on (1 GB, 512: 178.4 → 169.3 us, 24: 258.9 → 275.8).
 FAST_DRAW_SHORT_ROWS_LEAST_COLUMNS = {4: 48}
-# Forward, in clusters, RMSNorm, 1 GB, with nine, ten, eleven and twelve: N=14336 166.8, 166.7, 166.9, 167.7 us, 32768
-# 165.4, 165.5, 165.7, 166.4, 65536 166.5, 166.1, 166.6, 167.1. Of 64 columns a thread, by blocks of a cluster, each
-# with three to six: RMSNorm, N=131072 172.6, 167.5, 166.7, 167.1 us; LayerNorm, 32768 182.4, 172.1, 167.7, 168.6; with
-# five to seven 65536 169.7, 168.0, 171.7, 131072 169.4, 168.9, 169.9, and slower with more; 262144 170.5 without, with
-# eight to twenty 173.7 to 174.0 (compiled for pace all the same: else 172.4, beside 169.5).
-# Where memory is slow (True), an H100, RMSNorm, 1 GB, with ten, eight and six: 14336 230.8, 228.0, 226.5, 32768 230.6,
-# 228.2, 225.7, 65536 230.1, 228.6, 227.6; of 64 columns with five, four, three and one 131072 230.5, 228.6, 227.8,
-# 236.1, LayerNorm 32768 229.2, 229.8, 239.6, 239.5; with six, five, four and two 65536 236.3, 233.4, 231.0, 245.5,
-# 131072 233.5, 231.9, 229.8, 244.7; 262144 without, with five and seven 239.4, 230.5, 232.7.
+
+# Pace, in clusters, in quarters of a step, by whether memory is slow; with 64 columns a thread by blocks of a cluster,
+# too (1 GB, RMSNorm, 131072, with three, five and six: 172.6, 166.7, 167.1 us; an H100, 32768, with ten, eight and six:
+# 230.6, 228.2, 225.7).
 LEAD_FORWARD = {False: 10, True: 6}
 LEAD_FORWARD_MANY = {
     False: {"rmsnorm": {8: 5, 16: 5}, "layernorm": {2: 5, 4: 6, 8: 6, 16: 0}},
     True: {"rmsnorm": {8: 4, 16: 4}, "layernorm": {2: 5, 4: 5, 8: 4, 16: 5}},
 }
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
-# Where memory is slow, RMSNorm in vectors, if each walker has so many steps at least and fewer than so many. 100 MB, an
-# H100, with 48, 80, 96, 112, 128 KB: N=128 29.3, 28.8, 28.3, 28.3, 28.2 us, 512 29.1, 28.6, 28.3, 28.1, 28.2, 1024
-# 28.1, 28.0, 27.6, 27.5, 27.3, 8192 29.2, 28.8, 28.4, 28.7, 28.8, 16384 29.4, 28.7, 28.6, 28.7, 28.7; but 50 MB, with
-# 48 and 112, 4096 16.2 and 16.6, 25 MB 512 11.2 and 11.7, and LayerNorm, 100 MB, 384 30.2 and 30.6, 4096 29.1 and 29.6
-# (not there). Where memory is fast, as above, 8192 lost, 23.2 → 23.7, 200 MB 37.9 → 39.9.
+
+# Where memory is slow, RMSNorm in vectors, if each walker has so many steps at least and fewer than so many (an H100,
+# 100 MB, N=128, with 48 and 112 KB: 29.3, 28.3 us; but 25 MB, 512: 11.2, 11.7).
 SLOW_FORWARD_RING_BYTES, SLOW_FORWARD_RING_STEPS = 112 << 10, (10, 48)
-# Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more:
-# at N=65536 and 1 GB 210 us with 32, 182 with 64. RMSNorm there takes 174 with 32 and 178 with 64, but gains from 48:
-# N=12288, in one block, not in two of 24, 176 → 170 us, 43008, in four, not in eight, 195 → 174 (98304, which takes
-# eight in any case, with 64 kept pace: 169 → 171, at 100 MB 24.4 → 23.7). More than 40 only where a row takes four
-# warps or more: LayerNorm, N=2048 173.5 us with 64, 168.7 with 32 (_keeps_b_in_shared()), RMSNorm 1536 169.2 with 48,
-# 167.8 with 24.
+
+# Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more
+# (1 GB, 65536, with 32 and 64: 210, 182 us; RMSNorm 174, 178). More than 40 only where a row takes four warps or more.
 FORWARD_COLUMNS_PER_THREAD = {"rmsnorm": (24, 32, 40, 48), "layernorm": (24, 32, 40, 48, 64)}
+
 # RMSNorm's in clusters of eight and sixteen that have no room for the row otherwise.
 FORWARD_MANY_COLUMNS_PER_THREAD = 64
 FORWARD_ARGUMENTS = "7P4qd9i2h"  # struct ForwardArguments in forward.cuh
@@ -163,10 +141,8 @@ def _forward_threads_at_once(
 ) -> int:
     """kThreadsAtOnce of forward_staged.cu: threads on a multiprocessor that leave each the registers that it needs.
 
-    `held` is what short_row() or staged_threads() chose. Single columns, 1 GB, an H100: LayerNorm N=6001 with 384 of
-    24 columns 311 us, so 243, 2601 290 and 266, though RMSNorm 24001 237 and 249; 2047 and 4095 with 256 of 32 280, so
-    244, but in blocks of eight warps 8191 279 and 291; RMSNorm 2047 233.3 and 236.2 (not there). Float32 of 16 columns
-    N=97 262 with 256, 294 with 512, LayerNorm 262 and 311.
+    `held` is what short_row() or staged_threads() chose. Of single columns by what was timed (an H100, 1 GB, LayerNorm,
+    N=6001: 311 → 243 us; RMSNorm, 2047: 233.3 → 236.2, not there).
     """
     per_thread, group = held
     if vector:
@@ -224,9 +200,8 @@ def _drawn_part(
 def forward_keeps_pace(norm: str, held: tuple[int, int], cluster: int, vector: bool, full: bool) -> bool:
     """Clusters alone, for these do not draw; with 24 or 40 columns a thread they took up to 3% more (48: not timed).
 
-    `held` and `full` are as for may_keep_pace() of backward.py. RMSNorm, not full, 1 GB, in clusters from four blocks
-    on, 25600 198.7 us with pace, 193.0 without, 28672 178.7 and 175.1, 57344 182.4 and 175.8; of two 14336 166.5 and
-    170.3.
+    `held` and `full` are as for may_keep_pace() of backward.py. RMSNorm loses where not full, in clusters from four
+    blocks on (1 GB, 25600: 193.0 → 198.7 us; of two 14336: 170.3 → 166.5).
     """
     many = held[0] == FORWARD_MANY_COLUMNS_PER_THREAD
     gains = held[0] == 32 and norm == "rmsnorm" and (full or cluster == 2)
@@ -337,7 +312,7 @@ def _forward_staged(
                 draws_short = _draws_short_rows(problem, vector, held, gaps, device)
                 part = takes_part(name, held)
                 staged = staged_definitions(per_thread, cluster, part, paced, gaps=gaps, draws=draws_short)
-                least_drawn = SLOW_DRAWN_LEAST_STEPS if device.has_slow_memory else DRAWN_LEAST_STEPS
+                least_drawn = DRAWN_LEAST_STEPS[blocks == 1 or vector == 1]
                 return ForwardConfig(
                     "forward_staged.cu",
                     "forward_staged",
@@ -349,7 +324,7 @@ def _forward_staged(
                     stages=stages,
                     shared_bytes=max(shared_bytes, min(b_bytes + room, device.shared_bytes // (blocks + 1))),
                     drawn_part=_drawn_part(problem, vector, held, cluster, blocks == 1, draws_short, device),
-                    drawn_steps=least_drawn[blocks == 1 or vector == 1],
+                    drawn_steps=SLOW_DRAWN_LEAST_STEPS if device.has_slow_memory else least_drawn,
                     lead=_forward_lead(problem.norm, per_thread, cluster, device) if paced else 0,
                 )
     return None

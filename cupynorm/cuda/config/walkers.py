@@ -19,34 +19,26 @@ from .common import (
 
 # One walker on a multiprocessor then beats two: LayerNorm, 1017x4096, where walkers met, 19.7 us, 21.0 with two.
 FEW_ROWS_A_WALKER = 4
-# Of blocks of one warp or two that have one row a step, as rows lie apart: so many on a multiprocessor, by warps, of
-# three as of two, but with about the least steps each, and only where such have fewer than the most steps, where memory
-# is fast, off 16 bytes, and else; with more there are as many as may be. On a multiprocessor one, two, three, four, six
-# and eight of one warp, an H100, 6 MB, 1024 14.1, 12.2, 12.4, 12.8, 21.0 us, 25 MB 35.0, 23.3, 20.1, 19.7, 20.7, 22.9,
-# 100 MB 113, 63.9, 53.4, 49.0, 48.1, 50.2, 1 GB 1052, 538, 397, 363, 347, 350; LayerNorm 640, 50 MB, 74.0, 43.3, 34.0,
-# 31.1, 34.9, 36.4; off 16 bytes, LayerNorm 1001 with gaps of 201, 25 MB 49.9, 30.7, 25.2, 23.4, 24.3, 26.4, 100 MB 168,
-# 89.8, 65.3, 57.5, 55.4, 54.2. One to four of two warps, 25 MB, 1536 28.8, 19.2, 17.9, 18.8, 300 MB 247, 132, 116, 113.
-# With 92 multiprocessors, eight and so many, as 25 MB, 768 18.9, 17.2, as 50 MB 24.9, 26.7, as 100 MB 38.8, 44.2. In
-# any case where memory is slow and a warp's walkers keep no pace over vectors: 1 GB, 640 412 → 371, LayerNorm 422 →
-# 373, 608 420 → 375, 428 → 382, with gaps of 64 372 → 358, 374 → 365, 520 with gaps of 8 and 64 403 → 422, 442 → 422
-# (92 multiprocessors, 640 259 → 341).
+
+# Of blocks of one to three warps that have one row a step, as rows lie apart: at most so many on a multiprocessor, by
+# threads, and of about the least steps each, where such have fewer than the most steps (where memory is slow by whether
+# in vectors); in any case where it is slow and walkers of one warp keep no pace over vectors. Else as many as may be
+# (an H100, 25 MB, 1024, with one, four and eight: 35.0, 19.7, 22.9 us).
 APART_WALKERS, APART_LEAST_STEPS = {WARP: 4, 2 * WARP: 3, 3 * WARP: 3}, 4
 FAST_APART_MOST_STEPS, APART_MOST_STEPS = 12, {False: 16, True: 48}
-# With fewer steps a walker there are as few walkers as take no more steps each, if these are such a part or more:
-# where 132 take 15 or 16, 128 take 16. 100 MB, RMSNorm, N=4096 36.2 → 35.6 us, 16384 36.2 → 35.8; 25 MB, 768, with 227
-# of 264, 16.8 → 16.3, LayerNorm 1280, with 102 of 132, 19.5 → 18.9; forward, LayerNorm, 100 MB, N=65536 26.5 → 25.5,
-# RMSNorm 8192 24.0 → 23.6. Not off 16 bytes, where fewer multiprocessors lost (4096 36.0 → 37.3), nor beside column
-# blocks (LayerNorm, 25 MB, 1536 18.0 → 19.2, but 2560 16.8 → 16.0), nor forward where several blocks share a
-# multiprocessor (LayerNorm 512 23.9 → 24.5).
+
+# With fewer steps a walker there are as few walkers as take no more steps each, if these are such a part or more: where
+# 132 take 15 or 16, 128 take 16 (100 MB, N=4096: 36.2 → 35.6 us). Not off 16 bytes, nor beside column blocks, nor
+# forward where several blocks share a multiprocessor: there fewer lost.
 EVEN_BELOW_STEPS, EVEN_LEAST_WALKERS = 48, 3 / 4
 WORKSPACE_BYTES = 64 << 20
 KEPT_BYTES = 16 << 20  # of workspace, for each stream; a call that needs more allocates its own
 KEPT_COUNTER_BYTES = 64 << 10  # of these, for meetings of up to 8000 blocks
 KEPT_EXCHANGE_BYTES = 32 << 10  # and for what gangs of up to 255 blocks in all exchange
 STEP_COUNTERS_BYTES = STEP_COUNTERS * 128
+
 # Where x, dy and dx together take at least the first and at most the second, x and dy are read so that they leave the
-# L2 cache first, but not beside column blocks. RMSNorm, 25 MB, N=1024 15.8 → 15.3 us; 50 MB, N=16384 24.2 → 23.2. With
-# 10 MB it gained nothing, with 75 MB little, and with 1 GB it took 3 to 13% longer.
+# L2 cache first, but not beside column blocks (50 MB, 16384: 24.2 → 23.2 us; 1 GB 3 to 13% longer).
 READ_ONCE_BYTES = (16 << 20, 50 << 20)
 ONE_WALKER_STEPS = 4  # so few steps take one block less time than several and their final reduction, if there is one
 REDUCTION_RUN = 4  # kReductionRun of reduction.cuh
