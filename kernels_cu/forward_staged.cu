@@ -4,12 +4,8 @@
 // whereupon the ring's place is filled again. Row j + 1 is taken and its sums posted before those of row j are awaited, so
 // their exchange between warps and blocks hides behind work.
 //
-// One exchange is enough for LayerNorm, too: a warp finds its own mean, and the squares of the distances from that. With n
-// columns, mean m and squares q in each warp, the row's squares are Σ q + n·(m − mean)² (Chan, Golub and LeVeque, 1979), as
-// exact as centring all columns. Orders of sums: over a thread's columns, over its lanes by a butterfly, over the warps and
-// blocks likewise.
-#include "forward.cuh"
-#include "staged.cuh"
+// Few rows have a kernel of their own (forward_few_rows.cu). A row's y has the same bits in both.
+#include "forward_row.cuh"
 
 // Vectors of each thread in shared memory, where registers do not hold them: a word of each thread, then the next word of
 // each.
@@ -43,36 +39,6 @@ private:
     __device__ Compute* at(int vector, int word) const {
         return base + ((vector * kWords + word) * int(blockDim.x) + int(threadIdx.x)) * kPerWord;
     }
-};
-
-// A vector of a thread's x, from the ring until y is written: as it came; single columns widened, which takes less registers.
-template <bool kWhole> struct KeptVector {
-    Vector packed;
-    __device__ void load(const X* source, bool holds) {
-        packed = {};
-        if (holds) packed.load(source);
-    }
-    __device__ void unpack(Compute (&x)[kVector]) const {
-        packed.unpack(x);
-    }
-};
-template <> struct KeptVector<false> {
-    Compute value;
-    __device__ void load(const X* source, bool holds) {
-        Vector packed;
-        Compute x[kVector] = {Compute(0)};
-        if (holds) {
-            packed.load(source);
-            packed.unpack(x);
-        }
-        value = x[0];
-    }
-    __device__ void unpack(Compute (&x)[kVector]) const { x[0] = value; }
-};
-using Kept = KeptVector<(kVector > 1)>;
-
-struct RowStatistics {
-    Compute mean, rstd;
 };
 
 // Whether b lies in shared memory, so that with 24 and 32 columns a thread sixteen and twelve warps find room on a
@@ -130,95 +96,6 @@ struct Bias {
             for (int v = 0; v < kVector; ++v) b[v] = own[k][v];
         }
     }
-};
-
-// From a row's columns to its statistics. What warps post is, of their columns, the squares of the distances from their
-// mean, and that mean (RMSNorm: from 0, and 0).
-struct RowMoments {
-    static constexpr int kMost = kMaxWarps * kCluster;        // entries of a sum, one of each warp
-    static constexpr int kLanes = minimum(kMost, 32);         // that read them,
-    static constexpr int kEach = kMost / kLanes;              // so many each
-
-    const SumExchange<false>& exchange;
-    const RootOfMean root;
-    Compute reciprocal_columns, reciprocal_warp_columns;
-    Compute entry_columns[kEach];  // of the warps whose entries this lane reads; 0: there is no such warp
-
-    __device__ RowMoments(const ForwardArguments& a, const Columns& own, const SumExchange<false>& exchange)
-        : exchange(exchange), root(a.eps), reciprocal_columns(Compute(1) / Compute(a.columns)) {
-        const int span = exchange.lanes * kColumnsPerThread;  // of the group's lanes in a warp
-        const int columns = held(own.count - own.begin, span);
-        reciprocal_warp_columns = columns ? Compute(1) / Compute(columns) : Compute(0);
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            const int entry = i * kLanes + threadIdx.x % kLanes;
-            const int block = entry / exchange.warps, warp = entry % exchange.warps;
-            const int slab = minimum(a.slab_columns, a.columns - block * a.slab_columns);
-            entry_columns[i] = Compute(entry < exchange.entries ? held(slab - warp * span, span) : 0);
-        }
-    }
-
-    __device__ Sums<Compute> of_warp(const Kept (&row)[kVectors], const Columns& at) const {
-        Compute x[kVector], mean = Compute(0);
-        if constexpr (kLayerNorm) {
-            ThreadSum sum;
-#pragma unroll
-            for (int k = 0; k < kVectors; ++k) {
-                row[k].unpack(x);
-#pragma unroll
-                for (int v = 0; v < kVector; ++v) sum.of(k, v) += x[v];
-            }
-            mean = mean_of(in_warp(sum), reciprocal_warp_columns);
-        }
-        ThreadSum squares;
-#pragma unroll
-        for (int k = 0; k < kVectors; ++k) {
-            row[k].unpack(x);
-            const Compute centre = at.holds(k) ? mean : Compute(0);
-#pragma unroll
-            for (int v = 0; v < kVector; ++v) {
-                const Compute distance = kLayerNorm ? x[v] - centre : x[v];
-                squares.of(k, v) += distance * distance;
-            }
-        }
-        return {in_warp(squares), mean};
-    }
-
-    __device__ RowStatistics of_row(int j, const Sums<Compute>& posted) const {
-        Compute mean = posted.second, squares = posted.first;
-        if (exchange.entries > 1) {
-            const Sums<Compute>* const entries = exchange.wait(j);
-            Sums<Compute> sum = {Compute(0), Compute(0)};
-            const auto entry = [&](int i) {
-                const Sums<Compute> read = entries[minimum(i * kLanes + int(threadIdx.x % kLanes), exchange.entries - 1)];
-                return entry_columns[i] > Compute(0) ? read : Sums<Compute>{Compute(0), Compute(0)};
-            };
-            if constexpr (kLayerNorm) {
-#pragma unroll
-                for (int i = 0; i < kEach; ++i) sum.first += entry_columns[i] * entry(i).second;
-                sum_over_lanes<false, kLanes>(sum);
-                mean = mean_of(sum.first, reciprocal_columns);
-                sum.first = Compute(0);
-            }
-#pragma unroll
-            for (int i = 0; i < kEach; ++i) {
-                const Sums<Compute> own = entry(i);
-                const Compute distance = own.second - mean;
-                sum.first += kLayerNorm ? own.first + entry_columns[i] * distance * distance : own.first;
-            }
-            sum_over_lanes<false, kLanes>(sum);
-            squares = sum.first;
-        }
-        return {mean, root.reciprocal(squares * reciprocal_columns)};
-    }
-
-private:
-    __device__ Compute in_warp(const ThreadSum& sum) const {
-        Sums<Compute> sums = sum.sums();
-        exchange.sum_in_warp(sums);
-        return sums.first;
-    }
-    __device__ static int held(int left, int span) { return left < 0 ? 0 : minimum(left, span); }
 };
 
 // The last rows of a long launch are not divided beforehand: under the load some multiprocessors get ahead, and these draw more
@@ -323,7 +200,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     load_columns(w, w_ahead.source, a.w_code, own_column);
     bias.settle();
 
-    const RowMoments moments(a, own, exchange);
+    const RowMoments<SumExchange<false>> moments(a, own, exchange);
     RingPlace place;
     Kept kept[kVectors], kept_before[kVectors];
     Sums<Compute> posted, posted_before;
@@ -356,16 +233,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             const RowStatistics statistics = moments.of_row(j - 1, posted_before);
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
-                Compute x[kVector], b[kVector];
-                kept_before[k].unpack(x);
+                Compute b[kVector];
                 bias.get(k, b);
-#pragma unroll
-                for (int v = 0; v < kVector; ++v) {
-                    const Compute centred = kLayerNorm ? x[v] - statistics.mean : x[v];
-                    x[v] = centred * statistics.rstd * w[k][v] + b[v];
-                }
-                Vector packed;
-                packed.pack(x);
+                const Vector packed = normalized(kept_before[k], statistics, w[k], b);
                 if (active && at.holds(k)) packed.store(y + k * own.step());
             }
             if (active && share.thread == 0 && share.rank == 0) {

@@ -195,10 +195,15 @@ class Forward:
         device_id = cupy.cuda.runtime.getDevice()
         configure = functools.partial(choose.forward_config, problem, _is_aligned(problem, offset))
         config, main, device = _fitting(configure, _forward_main, device_of(device_id))
-        at_once = _walkers_at_once(main, device, config.cluster)
-        walkers = choose.forward_walkers(config, problem.rows, at_once, device)
-        steps, walk_rows, drawn_steps = choose.forward_steps(config, problem.rows, walkers)
-        lead, step_counters = choose.pace(config, problem.rows, walkers)
+        if few := choose.forward_few_rows(config, problem, device):
+            self._launch = _forward_few_rows_launch(config, few)
+            steps, walk_rows, drawn_steps, lead, step_counters = 1, problem.rows, 0, 0, 1
+        else:
+            at_once = _walkers_at_once(main, device, config.cluster)
+            walkers = choose.forward_walkers(config, problem.rows, at_once, device)
+            steps, walk_rows, drawn_steps = choose.forward_steps(config, problem.rows, walkers)
+            lead, step_counters = choose.pace(config, problem.rows, walkers)
+            self._launch = main.over(walkers * config.cluster)
         self._workspace = _Workspace(choose.STEP_COUNTERS_BYTES if drawn_steps or lead else 0)
 
         def make_arguments() -> tuple[Arguments, _Kept]:
@@ -224,7 +229,6 @@ class Forward:
             )
             return arguments, _kept.on_device[device_id]
 
-        self._launch = main.over(walkers * config.cluster)
         self._thread = PerThread(make_arguments)
 
     def __call__(self, x: int, w: int, b: int, residual: int, y: int, *statistics: int) -> None:
@@ -390,8 +394,28 @@ def _few_rows_launch(config: choose.BackwardConfig, few: choose.FewRows) -> Laun
 
 
 def _forward_main(config: choose.ForwardConfig) -> Launch:
+    """The kernel for many rows. That for few, which another M may take, is made now, too."""
+    if few := choose.forward_few_rows_definitions(config.definitions):
+        _load_forward(cupy.cuda.runtime.getDevice(), config.definitions, few)
     main = kernel(config.file, config.kernel, config.definitions)
     return Launch(main, config.threads, shared_bytes=config.shared_bytes, cluster=config.cluster)
+
+
+@functools.cache
+def _load_forward(device_id: int, staged: tuple[str, ...], few: tuple[str, ...]) -> None:
+    prepare(device_id)
+    main = functools.partial(kernel, "forward_staged.cu", "forward_staged", staged)
+    load_together(main, functools.partial(_forward_few_rows_kernel, few))
+
+
+def _forward_few_rows_kernel(definitions: tuple[str, ...]) -> Any:
+    return kernel("forward_few_rows.cu", "forward_few_rows", definitions)
+
+
+def _forward_few_rows_launch(config: choose.ForwardConfig, few: choose.ForwardFewRows) -> Callable[..., None]:
+    definitions = choose.forward_few_rows_definitions(config.definitions)
+    assert definitions is not None
+    return Launch(_forward_few_rows_kernel(definitions), few.threads).over(few.blocks)
 
 
 def _widening(problem: NormProblem) -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ layout, what is summed and the GPU model (of a part of a device, on that) alone,
 a row's dx and y have the same bits in any company.
 
 backward.py and forward.py choose the kernel and its blocks, walkers.py how many of these run, column_blocks.py where
-others sum dw and db, few_rows.py what a kernel for few rows takes; common.py has what they share. Constants stand where
+others sum dw and db, few_rows.py what kernels for few rows take; common.py has what they share. Constants stand where
 they are used, each with one time that it was chosen by, in us, of bfloat16, on an H200, unless said otherwise; all that
 was measured is in asv_bench/CHOICES.md, under their names. variants.py lists every kernel that can be asked for.
 """
@@ -13,7 +13,15 @@ was measured is in asv_bench/CHOICES.md, under their names. variants.py lists ev
 from .backward import BACKWARD_ARGUMENTS, WIDENING_ARGUMENTS, backward_config, turn_of_rows, widening_definitions
 from .column_blocks import column_parts_bytes
 from .common import ELEMENT_CODES, BackwardConfig, Device, ForwardConfig, Grid
-from .few_rows import FEW_ROWS_ARGUMENTS, FewRows, few_rows_blocks, few_rows_definitions
+from .few_rows import (
+    FEW_ROWS_ARGUMENTS,
+    FewRows,
+    ForwardFewRows,
+    few_rows_blocks,
+    few_rows_definitions,
+    forward_few_rows,
+    forward_few_rows_definitions,
+)
 from .forward import FORWARD_ARGUMENTS, forward_config
 from .walkers import (
     KEPT_BYTES,
@@ -48,6 +56,7 @@ __all__ = [
     "Device",
     "FewRows",
     "ForwardConfig",
+    "ForwardFewRows",
     "Grid",
     "backward_config",
     "clusters_at_once",
@@ -56,6 +65,8 @@ __all__ = [
     "few_rows_blocks",
     "few_rows_definitions",
     "forward_config",
+    "forward_few_rows",
+    "forward_few_rows_definitions",
     "forward_steps",
     "forward_walkers",
     "grid",

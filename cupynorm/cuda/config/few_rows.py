@@ -1,4 +1,4 @@
-"""Few rows: what backward_few_rows.cu takes, and its blocks."""
+"""Few rows: what backward_few_rows.cu and forward_few_rows.cu take, and their blocks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from .common import (
     WARP,
     BackwardConfig,
     Device,
+    ForwardConfig,
     argument_bytes,
     columns_of,
     columns_per_thread,
@@ -41,6 +42,11 @@ FEW_ROWS_SHORT_THREADS = (128, 256)
 # 8.4).
 FEW_ROWS_SUMMED = 8
 FEW_ROWS_SUM_VECTORS = 128  # kSumVectors
+
+# Forward, threads on a multiprocessor that leave each the registers that it needs, by bytes of w, b and x of a thread:
+# kThreadsAtOnce of forward_few_rows.cu.
+FORWARD_FEW_ROWS_THREADS = {240: 512, 384: 384}
+FORWARD_FEW_ROWS_SHORT_THREADS = 128  # of a block, where rows take a warp or less
 
 
 class FewRows(NamedTuple):
@@ -173,3 +179,30 @@ def _types(definitions: tuple[str, ...]) -> tuple[str, str]:
     """Of x and dy."""
     of_name = dict(text.split("=") for text in definitions)
     return of_name["X_TYPE"], of_name["DY_TYPE"]
+
+
+class ForwardFewRows(NamedTuple):
+    """A launch of forward_few_rows.cu."""
+
+    threads: int
+    blocks: int
+
+
+def forward_few_rows_definitions(definitions: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Of the kernel for few rows where forward_staged.cu has these, the same for any M; None where there is none."""
+    if not {"VECTOR=1", "CLUSTER=1"} <= set(definitions):
+        return None
+    return tuple(text for text in definitions if text not in ("ROW_GAPS=1", "DRAW_SHORT_ROWS=1"))
+
+
+def forward_few_rows(config: ForwardConfig, problem: NormProblem, device: Device) -> ForwardFewRows | None:
+    """None where forward_few_rows.cu does not pay: where not all of its blocks run at the same time."""
+    if forward_few_rows_definitions(config.definitions) is None:
+        return None
+    x, group, per_thread = problem.x_dtype.name, config.group_threads, columns_of(config.definitions)
+    whole = has_whole_warps(x, (per_thread, group))
+    rows = 1 if whole else max(1, min(problem.rows, FORWARD_FEW_ROWS_SHORT_THREADS // group))
+    threads, blocks = in_whole_warps(rows * group), divide_up(problem.rows, rows)
+    bytes_of_thread = per_thread * (2 * compute_itemsize(x) + ITEMSIZE[x])
+    at_once = next((n for most, n in FORWARD_FEW_ROWS_THREADS.items() if bytes_of_thread <= most), STAGED_MAX_THREADS)
+    return ForwardFewRows(threads, blocks) if blocks <= device.multiprocessors * (at_once // threads) else None

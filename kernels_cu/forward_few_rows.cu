@@ -1,0 +1,72 @@
+// Forward pass for few rows: memory → registers → memory, all rows at the same time.
+//
+// Such a call takes the sum of its latencies: x, w and b are asked for together, and nothing else is waited for but a row's sums.
+// A block has one row, or several rows of a warp or less. A thread has the columns that one of forward_staged.cu has, and a
+// row's y the same bits.
+#include "forward_row.cuh"
+
+static_assert(kVector > 1 && !kSplitsRows, "rows in vectors, each of one block");
+
+// Threads on a multiprocessor that leave each the registers that it needs, as config/few_rows.py has it: for w, b, x, and some.
+constexpr int kRegisters = kColumnsPerThread * int(2 * sizeof(Compute) + sizeof(X)) / 4;
+constexpr int kThreadsAtOnce = kRegisters <= 60 ? 512 : kRegisters <= 96 ? 384 : kMaxThreads;
+
+// A row's sums, over the lanes that share it and over the warps of the block.
+struct BlockExchange {
+    Sums<Compute>* slots;
+    int lanes, warps, entries;
+
+    __device__ BlockExchange(Sums<Compute>* slots, int group_threads)
+        : slots(slots), lanes(minimum(group_threads, 32)), warps((group_threads + 31) / 32), entries(warps) {}
+
+    __device__ void sum_in_warp(Sums<Compute>& sums) const {
+        if (kWholeWarps || lanes == 32) sum_over_lanes<false, 32>(sums);
+        else sum_over_lanes<false>(sums, lanes);
+    }
+    __device__ void post_warp(const Sums<Compute>& sums) const {
+        if (entries > 1 && threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = sums;
+    }
+    // By all threads of the block.
+    __device__ const Sums<Compute>* wait(int) const {
+        __syncthreads();
+        return slots;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreadsAtOnce, 1) forward_few_rows(const ForwardArguments a) {
+    __shared__ Sums<Compute> of_warps[kMaxWarps];
+    const int group = kWholeWarps ? 0 : threadIdx.x >> log2_of(a.group_threads);
+    const int groups = kWholeWarps ? 1 : blockDim.x >> log2_of(a.group_threads);
+    const int thread = threadIdx.x - group * a.group_threads;
+    const int row = blockIdx.x * groups + group;
+    const bool active = row < a.rows;
+    const Columns own(thread, a.group_threads, a.columns);
+
+    Kept x[kVectors];
+    const X* const x_row = a.x + row * a.x_row_stride;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) x[k].load(x_row + own.at(k), active && own.holds(k));
+    Compute w[kVectors][kVector], b[kVectors][kVector];
+    fill_columns(w, Compute(1));
+    fill_columns(b, Compute(0));
+    const auto own_column = [&](int k) { return own.holds(k) ? own.at(k) : -1; };
+    load_columns_ahead(w, a.w, a.w_code, own_column);
+    load_columns_ahead(b, a.b, a.b_code, own_column);
+
+    const BlockExchange exchange(of_warps, a.group_threads);
+    const RowMoments<BlockExchange> moments(a, own, exchange);
+    const Sums<Compute> posted = moments.of_warp(x, own);
+    exchange.post_warp(posted);
+    const RowStatistics statistics = moments.of_row(0, posted);
+
+    X* const y_row = a.y + row * a.y_row_stride;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+        const Vector packed = normalized(x[k], statistics, w[k], b[k]);
+        if (active && own.holds(k)) packed.store(y_row + own.at(k));
+    }
+    if (active && thread == 0) {
+        a.rstd[row] = statistics.rstd;
+        if constexpr (kLayerNorm) a.mean[row] = statistics.mean;
+    }
+}

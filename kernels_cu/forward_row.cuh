@@ -1,0 +1,144 @@
+// A row of the forward pass in the registers of the threads that share it, where a thread has `kVectors` vectors: its statistics, and y.
+//
+// One exchange is enough for LayerNorm, too: a warp finds its own mean, and the squares of the distances from that. With n
+// columns, mean m and squares q in each warp, the row's squares are Σ q + n·(m − mean)² (Chan, Golub and LeVeque, 1979), as
+// exact as centring all columns. Orders of sums: over a thread's columns, over its lanes by a butterfly, over the warps and
+// blocks likewise.
+#pragma once
+
+#include "forward.cuh"
+#include "staged.cuh"
+
+// A vector of a thread's x, until y is written: as it came; single columns widened, which takes less registers.
+template <bool kWhole> struct KeptVector {
+    Vector packed;
+    __device__ void load(const X* source, bool holds) {
+        packed = {};
+        if (holds) packed.load(source);
+    }
+    __device__ void unpack(Compute (&x)[kVector]) const {
+        packed.unpack(x);
+    }
+};
+template <> struct KeptVector<false> {
+    Compute value;
+    __device__ void load(const X* source, bool holds) {
+        Vector packed;
+        Compute x[kVector] = {Compute(0)};
+        if (holds) {
+            packed.load(source);
+            packed.unpack(x);
+        }
+        value = x[0];
+    }
+    __device__ void unpack(Compute (&x)[kVector]) const { x[0] = value; }
+};
+using Kept = KeptVector<(kVector > 1)>;
+
+struct RowStatistics {
+    Compute mean, rstd;
+};
+
+// From a row's columns to its statistics. What warps post is, of their columns, the squares of the distances from their
+// mean, and that mean (RMSNorm: from 0, and 0). The exchange is SumExchange<false> of staged.cuh, or has what is used of it here.
+template <class Exchange> struct RowMoments {
+    static constexpr int kMost = kMaxWarps * kCluster;        // entries of a sum, one of each warp
+    static constexpr int kLanes = minimum(kMost, 32);         // that read them,
+    static constexpr int kEach = kMost / kLanes;              // so many each
+
+    const Exchange& exchange;
+    const RootOfMean root;
+    Compute reciprocal_columns, reciprocal_warp_columns;
+    Compute entry_columns[kEach];  // of the warps whose entries this lane reads; 0: there is no such warp
+
+    __device__ RowMoments(const ForwardArguments& a, const Columns& own, const Exchange& exchange)
+        : exchange(exchange), root(a.eps), reciprocal_columns(Compute(1) / Compute(a.columns)) {
+        const int span = exchange.lanes * kColumnsPerThread;  // of the group's lanes in a warp
+        const int columns = held(own.count - own.begin, span);
+        reciprocal_warp_columns = columns ? Compute(1) / Compute(columns) : Compute(0);
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int entry = i * kLanes + threadIdx.x % kLanes;
+            const int block = entry / exchange.warps, warp = entry % exchange.warps;
+            const int slab = minimum(a.slab_columns, a.columns - block * a.slab_columns);
+            entry_columns[i] = Compute(entry < exchange.entries ? held(slab - warp * span, span) : 0);
+        }
+    }
+
+    __device__ Sums<Compute> of_warp(const Kept (&row)[kVectors], const Columns& at) const {
+        Compute x[kVector], mean = Compute(0);
+        if constexpr (kLayerNorm) {
+            ThreadSum sum;
+#pragma unroll
+            for (int k = 0; k < kVectors; ++k) {
+                row[k].unpack(x);
+#pragma unroll
+                for (int v = 0; v < kVector; ++v) sum.of(k, v) += x[v];
+            }
+            mean = mean_of(in_warp(sum), reciprocal_warp_columns);
+        }
+        ThreadSum squares;
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            row[k].unpack(x);
+            const Compute centre = at.holds(k) ? mean : Compute(0);
+#pragma unroll
+            for (int v = 0; v < kVector; ++v) {
+                const Compute distance = kLayerNorm ? x[v] - centre : x[v];
+                squares.of(k, v) += distance * distance;
+            }
+        }
+        return {in_warp(squares), mean};
+    }
+
+    __device__ RowStatistics of_row(int j, const Sums<Compute>& posted) const {
+        Compute mean = posted.second, squares = posted.first;
+        if (exchange.entries > 1) {
+            const Sums<Compute>* const entries = exchange.wait(j);
+            Sums<Compute> sum = {Compute(0), Compute(0)};
+            const auto entry = [&](int i) {
+                const Sums<Compute> read = entries[minimum(i * kLanes + int(threadIdx.x % kLanes), exchange.entries - 1)];
+                return entry_columns[i] > Compute(0) ? read : Sums<Compute>{Compute(0), Compute(0)};
+            };
+            if constexpr (kLayerNorm) {
+#pragma unroll
+                for (int i = 0; i < kEach; ++i) sum.first += entry_columns[i] * entry(i).second;
+                sum_over_lanes<false, kLanes>(sum);
+                mean = mean_of(sum.first, reciprocal_columns);
+                sum.first = Compute(0);
+            }
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) {
+                const Sums<Compute> own = entry(i);
+                const Compute distance = own.second - mean;
+                sum.first += kLayerNorm ? own.first + entry_columns[i] * distance * distance : own.first;
+            }
+            sum_over_lanes<false, kLanes>(sum);
+            squares = sum.first;
+        }
+        return {mean, root.reciprocal(squares * reciprocal_columns)};
+    }
+
+private:
+    __device__ Compute in_warp(const ThreadSum& sum) const {
+        Sums<Compute> sums = sum.sums();
+        exchange.sum_in_warp(sums);
+        return sums.first;
+    }
+    __device__ static int held(int left, int span) { return left < 0 ? 0 : minimum(left, span); }
+};
+
+// y of a vector of x.
+__device__ inline Vector normalized(const Kept& kept, const RowStatistics& row, const Compute (&w)[kVector],
+                                    const Compute (&b)[kVector]) {
+    Compute x[kVector];
+    kept.unpack(x);
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+        const Compute centred = kLayerNorm ? x[v] - row.mean : x[v];
+        x[v] = centred * row.rstd * w[v] + b[v];
+    }
+    Vector packed;
+    packed.pack(x);
+    return packed;
+}
