@@ -52,10 +52,10 @@ struct Columns {
     int turn;     // kTurns: quarters
 
     __device__ Columns(int thread, int threads, int columns, int turn = 0)
-        : count(columns), lanes(minimum(threads, 32)), skipped(0), turn(turn) {
+        : count(columns), lanes(kWholeWarps ? 32 : minimum(threads, 32)), skipped(0), turn(turn) {
         const int span = lanes * kColumnsPerThread;
-        begin = thread / lanes * span;
-        first = thread % lanes * kVector + (kReadsAll && columns >= span ? minimum(begin, columns - span) : begin);
+        begin = (thread >> log2_of(lanes)) * span;
+        first = (thread & (lanes - 1)) * kVector + (kReadsAll && columns >= span ? minimum(begin, columns - span) : begin);
         if constexpr (kReadsAll) skipped = (begin - first + 31) / 32;
     }
     // From one vector to the next: known when compiled, where a row takes whole warps.

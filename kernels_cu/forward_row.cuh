@@ -59,7 +59,7 @@ template <class Exchange> struct RowMoments {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
             const int entry = i * kLanes + threadIdx.x % kLanes;
-            const int block = entry / exchange.warps, warp = entry % exchange.warps;
+            const int block = kClustered ? entry / exchange.warps : 0, warp = entry - block * exchange.warps;
             const int slab = minimum(a.slab_columns, a.columns - block * a.slab_columns);
             entry_columns[i] = Compute(entry < exchange.entries ? held(slab - warp * span, span) : 0);
         }
