@@ -151,7 +151,9 @@ def kernels_of(row: Row) -> tuple[Kernel, ...]:
     outputs = (None,) * (3 if layernorm else 2)
     found = problem.forward_problem(case.norm, arrays, outputs, eps=1e-5, weight_offset=0.0)
     forward = config.forward_config(found, row.aligned, device)
-    return ((forward.file, forward.definitions),)
+    few_rows = getattr(config, "forward_few_rows_definitions", lambda _: None)(forward.definitions)
+    of_few = [("forward_few_rows.cu", few_rows)] if few_rows else []
+    return ((forward.file, forward.definitions), *of_few)
 
 
 def compile_kernel(file: str, definitions: tuple[str, ...]) -> Made:

@@ -1,17 +1,17 @@
 // Forward pass for few rows: memory → registers → memory, all rows at the same time.
 //
-// Such a call takes the sum of its latencies: x, w and b are asked for together, and nothing else is waited for but a row's sums.
-// A block has one row, or several rows of a warp or less. A thread has the columns that one of forward_staged.cu has, and a
-// row's y the same bits.
+// Such a call takes the sum of its latencies, so x, then w and b are asked for together, and no more is waited for but the sums of a
+// row. A block has one row, or several rows of a warp or less. A thread holds the columns that one of forward_staged.cu
+// holds, and a row's y has the same bits.
 #include "forward_row.cuh"
 
 static_assert(kVector > 1 && !kSplitsRows, "rows in vectors, each of one block");
 
-// Threads on a multiprocessor that leave each the registers that it needs, as config/few_rows.py has it: for w, b, x, and some.
-constexpr int kRegisters = kColumnsPerThread * int(2 * sizeof(Compute) + sizeof(X)) / 4;
-constexpr int kThreadsAtOnce = kRegisters <= 60 ? 512 : kRegisters <= 96 ? 384 : kMaxThreads;
+// Threads on a multiprocessor that leave each the registers that it needs, for w, b, x and some: as config/few_rows.py has it.
+constexpr int kBytesOfThread = kColumnsPerThread * int(2 * sizeof(Compute) + sizeof(X));
+constexpr int kThreadsAtOnce = kBytesOfThread <= 240 ? 512 : kBytesOfThread <= 384 ? 384 : kMaxThreads;
 
-// A row's sums, over the lanes that share it and over the warps of the block.
+// The exchange of a row's sums between the warps of a block.
 struct BlockExchange {
     Sums<Compute>* slots;
     int lanes, warps, entries;
@@ -23,6 +23,7 @@ struct BlockExchange {
         if (kWholeWarps || lanes == 32) sum_over_lanes<false, 32>(sums);
         else sum_over_lanes<false>(sums, lanes);
     }
+    // Posts what all lanes of the warp hold alike.
     __device__ void post_warp(const Sums<Compute>& sums) const {
         if (entries > 1 && threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = sums;
     }

@@ -1,4 +1,4 @@
-// A row of the forward pass in the registers of the threads that share it, where a thread has `kVectors` vectors: its statistics, and y.
+// A row of the forward pass, held in registers by the threads that share it: its statistics, and y.
 //
 // One exchange is enough for LayerNorm, too: a warp finds its own mean, and the squares of the distances from that. With n
 // columns, mean m and squares q in each warp, the row's squares are Σ q + n·(m − mean)² (Chan, Golub and LeVeque, 1979), as

@@ -112,7 +112,7 @@ class FakeDevice:
         monkeypatch.setattr(self.cupy.cuda.driver, "launchCooperativeKernel", self._launch_cooperative)
         monkeypatch.setattr(driver, "_library", lambda: self)
         monkeypatch.setattr(launch, "kernel", self._kernel)
-        monkeypatch.setattr(launch, "_load_staged", launch._load_staged.__wrapped__)
+        monkeypatch.setattr(launch, "_load", launch._load.__wrapped__)
         monkeypatch.setattr(launch, "prepare", lambda device_id: None)
         monkeypatch.setattr(launch, "_kept", launch._KeptMemory())
         monkeypatch.setattr(launch, "_alloc", lambda size: self._allocate("pool", size))

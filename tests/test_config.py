@@ -931,6 +931,70 @@ def test_few_rows_need_dx_and_vectors(device):
             assert few is None or (few.column_blocks > 0) == problem.want_dw
 
 
+@pytest.mark.parametrize("x", DTYPES)
+def test_few_rows_of_the_forward_pass_fit_their_blocks(device, x):
+    """All rows are there, in blocks that run at the same time; in vectors, and of a block each, or several to one."""
+    found = 0
+    source = (module.source_directory() / "forward_few_rows.cu").read_text(encoding="utf-8")
+    (first, most), (second, more) = config.few_rows.FORWARD_FEW_ROWS_THREADS.items()
+    chosen_by = f"kBytesOfThread <= {first} ? {most} : kBytesOfThread <= {second} ? {more} : kMaxThreads;"
+    assert f"kThreadsAtOnce = {chosen_by}" in source
+    itemsize, compute = DTYPES[x].itemsize, config.common.compute_itemsize(x)
+    for columns, rows, norm, gap in product(COLUMNS, (1, 2, 60, 250, 1000, 9000), ("rmsnorm", "layernorm"), (0, 8)):
+        problem = replace(forward_of(backward(columns, x, x, rows, norm)), x_row_stride=columns + gap)
+        for aligned in (True, False):
+            chosen = config.forward_config(problem, aligned, device)
+            few = config.forward_few_rows(chosen, problem, device)
+            if few is None:
+                continue
+            found += 1
+            assert chosen.kernel == "forward_staged"
+            assert aligned
+            definitions = config.forward_few_rows_definitions(chosen.definitions)
+            assert ("forward_few_rows.cu", definitions) in compiled_for(device)
+            assert not {"PACED=1", "ROW_GAPS=1", "DRAW_SHORT_ROWS=1"} & set(definitions)
+            group, per_thread = chosen.group_threads, defined(chosen, "COLUMNS_PER_THREAD")
+            whole = per_thread > config.common.columns_per_thread(x) and "PART_OF_WARP=1" not in definitions
+            of_block = 1 if whole else few.threads // group
+            assert few.threads % 32 == 0
+            assert few.threads == group if whole else few.threads <= 128
+            assert group * per_thread >= columns
+            assert (few.blocks - 1) * of_block < rows <= few.blocks * of_block
+            bytes_of_thread = per_thread * (2 * compute + itemsize)
+            threads = most if bytes_of_thread <= first else more if bytes_of_thread <= second else 256
+            assert few.blocks <= device.multiprocessors * (threads // few.threads)
+    assert (found > 0) == device.has_clusters
+
+
+@pytest.mark.parametrize(
+    ("norm", "rows", "columns", "x", "expected"),
+    [
+        # threads, blocks
+        ("rmsnorm", 1, 128, "bfloat16", (32, 1)),
+        ("layernorm", 33, 128, "bfloat16", (128, 2)),  # 32 rows to a block
+        ("layernorm", 7000, 128, "bfloat16", (128, 219)),
+        ("layernorm", 8000, 128, "bfloat16", None),
+        ("rmsnorm", 4000, 128, "bfloat16", (128, 125)),
+        ("rmsnorm", 5000, 128, "bfloat16", None),
+        ("rmsnorm", 148, 4096, "bfloat16", (128, 148)),
+        ("rmsnorm", 149, 4096, "bfloat16", None),
+        ("layernorm", 41, 4096, "bfloat16", (128, 41)),
+        ("layernorm", 42, 4096, "bfloat16", None),
+        ("rmsnorm", 594, 1024, "float16", (32, 594)),
+        ("rmsnorm", 3, 12288, "bfloat16", (256, 3)),
+        ("rmsnorm", 1, 16384, "bfloat16", None),  # in clusters
+        ("layernorm", 1, 16384, "bfloat16", (256, 1)),
+        ("rmsnorm", 74, 4096, "float32", (128, 74)),
+        ("layernorm", 10, 1024, "float64", (64, 10)),
+    ],
+)
+def test_few_rows_of_the_forward_pass_on_an_h200(norm, rows, columns, x, expected):
+    problem = forward_of(backward(columns, x, x, rows, norm))
+    for name in ("sm_90", "sm_90_slow"):
+        few = config.forward_few_rows(config.forward_config(problem, True, DEVICES[name]), problem, DEVICES[name])
+        assert (few and tuple(few)) == expected
+
+
 def test_w_of_a_third_type_has_its_kernels_among_the_variants(device):
     for x in DTYPES:
         assert ("widen_w.cu", config.widening_definitions(x)) in compiled_for(device)

@@ -90,6 +90,16 @@ def check_both(device: KernelsOnCpu, case: Case, kernels: tuple[str, str], gap: 
 
 STAGED = ("backward_staged", "forward_staged")
 BACKWARD = ("backward_staged", "backward_few_rows")
+FORWARD = ("forward_staged", "forward_few_rows")
+
+
+def without_kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on few rows take the kernels for many."""
+    from cupynorm import dispatch
+
+    for name in ("few_rows_blocks", "forward_few_rows"):
+        monkeypatch.setattr(config, name, lambda *_: None)
+    dispatch.plan_of.cache_clear()
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -146,8 +156,41 @@ def test_few_rows(
     gap: int,
 ) -> None:
     """One or two steps of each walker, dw and db by column blocks, as where they have no kernel of their own."""
-    monkeypatch.setattr(config, "few_rows_blocks", lambda *_: None)
+    without_kernels_for_few_rows(monkeypatch)
     check_both(device, case_of(norm, rows, columns, *types), STAGED, gap)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("rows", "columns", "types", "gap", "blocks"),
+    [
+        (1, 8, ("bfloat16", "", "float32"), 0, 1),
+        (5, 128, ("bfloat16", "", "bfloat16"), 0, 1),  # 32 rows to a block, five there
+        (17, 384, ("bfloat16", "", None), 8, 3),
+        (3, 1000, ("bfloat16", "", "float32"), 0, 3),  # idle lanes
+        (2, 1536, ("bfloat16", "", "float64"), 16, 2),
+        (1, 5000, ("bfloat16", "", "bfloat16"), 0, 1),
+        (2, 12288, ("bfloat16", "", "float32"), 0, 2),
+        (9, 512, ("float32", "", "float32"), 4, 3),
+        (2, 4096, ("float32", "", "bfloat16"), 0, 2),
+        (3, 640, ("float64", "", "float32"), 2, 3),
+    ],
+)
+def test_few_rows_of_the_forward_pass(
+    device: KernelsOnCpu,
+    norm: str,
+    rows: int,
+    columns: int,
+    types: tuple[str, str, str | None],
+    gap: int,
+    blocks: int,
+) -> None:
+    """By their own kernel."""
+    case = case_of(norm, rows, columns, *types)
+    tensors = make_case(np, case)
+    results = forward(norm, on_device(device, tensors, gap))
+    assert device.launched[-1].grid[0] == blocks
+    check_forward(case, tensors, run(device, results, "forward_few_rows"))
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -476,16 +519,22 @@ def test_who_keeps_pace_leaves_counters_of_zero(small_device: KernelsOnCpu, norm
     ],
 )
 def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
-    device: KernelsOnCpu, norm: str, many: int, columns: int, x: str
+    device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, norm: str, many: int, columns: int, x: str
 ) -> None:
     """Few rows, by their own kernel, and many, with other groups, column blocks and walkers."""
+    from cupynorm import dispatch
+
     tensors = make_case(np, case_of(norm, many, columns, x))
     parts = []
     for rows in (many, 17, 3, 1):
         part = {name: a[:rows] if a is not None and name not in ("w", "b") else a for name, a in vars(tensors).items()}
         placed = on_device(device, Tensors(**part))
         dx = run(device, backward(norm, placed), BACKWARD[rows < many])[0]
-        parts.append((dx, *run(device, forward(norm, placed), "forward_staged")))
+        with monkeypatch.context() as as_for_many:
+            if rows == many:
+                without_kernels_for_few_rows(as_for_many)
+            parts.append((dx, *run(device, forward(norm, placed), FORWARD[rows < many])))
+        dispatch.plan_of.cache_clear()
     for few in parts[1:]:
         assert_same_bits(few, tuple(array[: len(few[0])] for array in parts[0]))
 
@@ -498,7 +547,7 @@ def test_a_nan_stays_in_its_row(
     case = case_of(norm, 40, columns)
     tensors = make_case(np, case)
     if not few:
-        monkeypatch.setattr(config, "few_rows_blocks", lambda *_: None)
+        without_kernels_for_few_rows(monkeypatch)
     expected = run(device, backward(norm, on_device(device, tensors)), BACKWARD[few])
     spoilt_tensors = replace(tensors, x=spoilt(tensors.x, (7, 5), np.nan))
     got = run(device, backward(norm, on_device(device, spoilt_tensors)), BACKWARD[few])

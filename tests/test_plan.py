@@ -940,7 +940,7 @@ def test_nvrtc_is_ready_before_two_threads_need_it(device: FakeDevice, monkeypat
     asked: list[Any] = []
     monkeypatch.setattr(launch, "prepare", lambda device_id: asked.append(("prepare", device_id)))
     monkeypatch.setattr(launch, "load_together", lambda *_: asked.append("load"))
-    launch._load_staged(0, ("A=1",), ("A=1", "DX_ALONE=1"), None)
+    launch._load(0, ("backward_staged", ("A=1",)), ("backward_few_rows", ("B=1",)))
     assert asked == [("prepare", 0), "load"]
     made: list[Any] = []
     program = SimpleNamespace(compile=lambda: made.append("compiled"))
@@ -950,6 +950,25 @@ def test_nvrtc_is_ready_before_two_threads_need_it(device: FakeDevice, monkeypat
         module.prepare(7)
     assert made == [{"code": "", "options": module.compile_options()}, "compiled"]
     module.prepare.cache_clear()
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("rows", [(3, 6000), (6000, 3)])
+def test_another_number_of_rows_needs_no_other_kernel(
+    device: FakeDevice, direction: str, rows: tuple[int, int]
+) -> None:
+    asked = []
+    for m in rows:
+        x, w, statistic = device.array((m, 1024)), device.array((1024,)), device.array((m,))
+        if direction == "forward":
+            cupynorm.layernorm_forward(x, w, w)
+        else:
+            cupynorm.layernorm_backward(x, w, x, statistic, statistic)
+        asked.append(set(device._kernels))
+    first, both = asked
+    assert first == both
+    launched = {launch.kernel for launch in device.launched}
+    assert launched == {f"{direction}_few_rows", f"{direction}_staged"}
 
 
 @pytest.mark.parametrize("names", ["a", "ab", "abc"])

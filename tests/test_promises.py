@@ -112,6 +112,29 @@ def test_few_rows_have_the_dx_that_they_have_among_many(xp: Any, case: Case) -> 
                 assert same_bits(dx, together[rows]), f"rows {rows}, has_bias={has_bias}, apart={part is apart}"
 
 
+def forward_few_row_cases(backend: str) -> list[Case]:
+    """As few_row_cases(), of x as large as for several rows of each multiprocessor."""
+    columns = (8, 96, 384, 512, 1000, 1024, 1280, 1536, 3000, 4096, 5000, 6144, 6904, 8192, 12288)
+    types = [*((x, "float32", x) for x in DTYPES), ("bfloat16", "bfloat16", "bfloat16"), ("float32", None, "float32")]
+    return [
+        Case(norm, 3_000_000 // (n * DTYPES[x].itemsize), n, x, w, dy, seed=n)
+        for n, norm, (x, w, dy) in itertools.product(columns, NORMS, types)
+    ]
+
+
+@pytest.mark.parametrize(("xp", "case"), on_both(forward_few_row_cases), indirect=["xp"])
+def test_few_rows_have_the_y_that_they_have_among_many(xp: Any, case: Case) -> None:
+    """On a GPU the few have a kernel of their own; with small gaps between rows, and an infinite element, too."""
+    tensors = make_case(xp, case)
+    tensors.x[1, case.columns - 1] = np.inf
+    together = forward(case.norm, tensors)
+    for rows in (slice(1), slice(1, 3), slice(60, 99), slice(0, case.rows, 4)):
+        few = some_rows(tensors, rows)
+        for part in (few, replace(few, x=with_gaps(xp, few.x, 8))):
+            for one, all_rows in zip(forward(case.norm, part), together, strict=True):
+                assert same_bits(one, all_rows[rows]), f"rows {rows}, apart={part is not few}"
+
+
 def idle_lane_cases(backend: str) -> list[Case]:
     columns = (384, 1000, 3000, 4000, 5000, 6904, 7168)
     return [

@@ -196,7 +196,7 @@ class Forward:
         configure = functools.partial(choose.forward_config, problem, _is_aligned(problem, offset))
         config, main, device = _fitting(configure, _forward_main, device_of(device_id))
         if few := choose.forward_few_rows(config, problem, device):
-            self._launch = _forward_few_rows_launch(config, few)
+            self._launch = _forward_few_rows_launch(config, few).over(few.blocks)
             steps, walk_rows, drawn_steps, lead, step_counters = 1, problem.rows, 0, 0, 1
         else:
             at_once = _walkers_at_once(main, device, config.cluster)
@@ -357,65 +357,52 @@ def _fitting(
 def _backward_main(config: choose.BackwardConfig) -> Launch:
     """The kernel that sums dw and db. Another M may have launches that do not: their kernels are made now, too."""
     if config.route == "staged":
-        few = choose.few_rows_definitions(config)
-        _load_staged(cupy.cuda.runtime.getDevice(), config.definitions, config.dx_alone_definitions, few)
+        others = [("backward_staged", config.dx_alone_definitions)]
+        if few := choose.few_rows_definitions(config):
+            others.append(("backward_few_rows", few))
+        _load(cupy.cuda.runtime.getDevice(), ("backward_staged", config.definitions), *others)
         return _staged_launch(config, config.definitions)
     name = "backward_split_apply" if config.route == "split" else "backward_direct"
     main = kernel(f"backward_{config.route}.cu", name, config.definitions)
     return Launch(main, config.threads, shared_bytes=config.shared_bytes)
 
 
-@functools.cache
-def _load_staged(
-    device_id: int, summing: tuple[str, ...], dx_alone: tuple[str, ...], few: tuple[str, ...] | None
-) -> None:
-    prepare(device_id)
-    others = [functools.partial(_few_rows_kernel, few)] if few else []
-    load_together(functools.partial(_staged_kernel, summing), functools.partial(_staged_kernel, dx_alone), *others)
-
-
-def _staged_kernel(definitions: tuple[str, ...]) -> Any:
-    return kernel("backward_staged.cu", "backward_staged", definitions)
-
-
 def _staged_launch(config: choose.BackwardConfig, definitions: tuple[str, ...]) -> Launch:
-    staged = _staged_kernel(definitions)
+    staged = _kernel("backward_staged", definitions)
     return Launch(staged, config.threads, shared_bytes=config.shared_bytes, cluster=config.cluster)
-
-
-def _few_rows_kernel(definitions: tuple[str, ...]) -> Any:
-    return kernel("backward_few_rows.cu", "backward_few_rows", definitions)
 
 
 def _few_rows_launch(config: choose.BackwardConfig, few: choose.FewRows) -> Launch:
     definitions = choose.few_rows_definitions(config)
     assert definitions is not None
-    return Launch(_few_rows_kernel(definitions), few.threads, shared_bytes=few.shared_bytes)
+    return Launch(_kernel("backward_few_rows", definitions), few.threads, shared_bytes=few.shared_bytes)
 
 
 def _forward_main(config: choose.ForwardConfig) -> Launch:
     """The kernel for many rows. That for few, which another M may take, is made now, too."""
     if few := choose.forward_few_rows_definitions(config.definitions):
-        _load_forward(cupy.cuda.runtime.getDevice(), config.definitions, few)
+        staged = (config.kernel, config.definitions)
+        _load(cupy.cuda.runtime.getDevice(), staged, ("forward_few_rows", few))
     main = kernel(config.file, config.kernel, config.definitions)
     return Launch(main, config.threads, shared_bytes=config.shared_bytes, cluster=config.cluster)
 
 
-@functools.cache
-def _load_forward(device_id: int, staged: tuple[str, ...], few: tuple[str, ...]) -> None:
-    prepare(device_id)
-    main = functools.partial(kernel, "forward_staged.cu", "forward_staged", staged)
-    load_together(main, functools.partial(_forward_few_rows_kernel, few))
-
-
-def _forward_few_rows_kernel(definitions: tuple[str, ...]) -> Any:
-    return kernel("forward_few_rows.cu", "forward_few_rows", definitions)
-
-
-def _forward_few_rows_launch(config: choose.ForwardConfig, few: choose.ForwardFewRows) -> Callable[..., None]:
+def _forward_few_rows_launch(config: choose.ForwardConfig, few: choose.ForwardFewRows) -> Launch:
     definitions = choose.forward_few_rows_definitions(config.definitions)
     assert definitions is not None
-    return Launch(_forward_few_rows_kernel(definitions), few.threads).over(few.blocks)
+    return Launch(_kernel("forward_few_rows", definitions), few.threads)
+
+
+@functools.cache
+def _load(device_id: int, *asked_for: tuple[str, tuple[str, ...]]) -> None:
+    """Make kernels, by their names and definitions, at the same time."""
+    prepare(device_id)
+    load_together(*(functools.partial(_kernel, *one) for one in asked_for))
+
+
+def _kernel(name: str, definitions: tuple[str, ...]) -> Any:
+    """Of the file that has its name."""
+    return kernel(f"{name}.cu", name, definitions)
 
 
 def _widening(problem: NormProblem) -> tuple[Any, Any]:

@@ -36,7 +36,7 @@ from .common import (
     staged_definitions,
     triad_definitions,
 )
-from .few_rows import few_rows_definitions_of, few_rows_vectors
+from .few_rows import few_rows_definitions_of, few_rows_vectors, forward_few_rows_definitions
 from .forward import (
     direct_forward_definitions,
     forward_choice,
@@ -105,7 +105,11 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             return forward_keeps_pace(norm, held, cluster, vector, full)
 
         turns = {n: [False] for n in parts}
-        yield from _staged_variants("forward_staged", definitions, x, device, choices, turns, paced, lambda *_: False)
+        many = [*_staged_variants("forward_staged", definitions, x, device, choices, turns, paced, lambda *_: False)]
+        yield from many
+        of_few = {forward_few_rows_definitions(variant.definitions) for variant in many}
+        for few in sorted(definitions for definitions in of_few if definitions):
+            yield Variant("forward_few_rows.cu", ("forward_few_rows",), few)
         if device.has_large_shared_memory and may_draw_short_rows(norm, x, vector):
             for per_thread, part in ((columns_per_thread(x), False), *((n, True) for n in parts)):
                 staged = staged_definitions(per_thread, 1, part, paced=False, draws=True)
