@@ -9,7 +9,7 @@ static_assert(kVector > 1 && !kSplitsRows, "rows in vectors, each of one block")
 
 // Threads on a multiprocessor that leave each the registers that it needs, for w, b, x and some: as config/few_rows.py has it.
 constexpr int kBytesOfThread = kColumnsPerThread * int(2 * sizeof(Compute) + sizeof(X));
-constexpr int kThreadsAtOnce = kBytesOfThread <= 240 ? 512 : kBytesOfThread <= 384 ? 384 : kMaxThreads;
+constexpr int kThreadsAtOnce = kBytesOfThread <= 240 ? 512 : kBytesOfThread <= 320 ? 384 : kMaxThreads;
 
 // The exchange of a row's sums between the warps of a block.
 struct BlockExchange {

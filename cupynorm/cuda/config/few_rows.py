@@ -45,7 +45,7 @@ FEW_ROWS_SUM_VECTORS = 128  # kSumVectors
 
 # Forward, threads on a multiprocessor that leave each the registers that it needs, by bytes of w, b and x of a thread:
 # kThreadsAtOnce of forward_few_rows.cu.
-FORWARD_FEW_ROWS_THREADS = {240: 512, 384: 384}
+FORWARD_FEW_ROWS_THREADS = {240: 512, 320: 384}
 FORWARD_FEW_ROWS_SHORT_THREADS = 128  # of a block, where rows take a warp or less
 
 # Forward, up to so many bytes of x for each multiprocessor, by whether rows take whole warps (an H100, RMSNorm, 65x4096
