@@ -6,7 +6,8 @@
 //
 // A row's dx has the bits of backward_staged.cu, where a thread has COLUMNS_PER_THREAD columns. Where each of its vectors has sums of
 // its own (kSumsByVector), these, which several threads have here, go through shared memory and are added up in that kernel's
-// order. Else a thread has all of its vectors here, too.
+// order. Else a thread has all of its vectors here, too ("whole threads"); and where there are more rows than find room with
+// fewer vectors a thread (kHasBoth).
 //
 // Compile-time switch, beside those of backward.cuh: VECTORS_A_THREAD, 1, 2, 4, or all.
 #include "backward.cuh"
@@ -14,9 +15,9 @@
 #include "staged.cuh"
 
 constexpr int kOwn = VECTORS_A_THREAD;
-constexpr bool kWholeThreads = !kSumsByVector;
-static_assert(!kWholeThreads || (kOwn == kVectors && kWholeWarps), "a thread holds what one of backward_staged.cu holds");
-static_assert(kWholeThreads || kOwn == 1 || kOwn == 2 || kOwn == 4, "vectors of a thread that has some of these");
+static_assert(kSumsByVector || (kOwn == kVectors && kWholeWarps), "a thread holds what one of backward_staged.cu holds");
+static_assert(!kSumsByVector || kOwn == 1 || kOwn == 2 || kOwn == 4, "vectors of a thread that has some of these");
+constexpr bool kHasBoth = kSumsByVector && kWholeWarps && sizeof(X) == 2 && sizeof(Dy) == 2;
 constexpr int kMostThreads = 512;
 constexpr int kSumVectors = 128;  // of a single row, whose dw and db one block writes
 constexpr int kWarpsOfRow = kMaxWarps;  // that share a row in backward_staged.cu, at most
@@ -39,6 +40,7 @@ struct FewRowsArguments {
     int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
     Compute reciprocal_columns;
     short column_blocks;    // how many these are
+    bool whole_threads;     // kHasBoth
 
     static constexpr int row_parts = 1;
     static constexpr void* sums = nullptr;
@@ -46,7 +48,7 @@ struct FewRowsArguments {
 static_assert(sizeof(FewRowsArguments) == FEW_ROWS_ARGUMENT_BYTES, "the Python side packs the same struct");
 
 // A thread's vectors: those of its row that are as many apart as the row has threads, or with kWholeThreads a warp has.
-struct OwnVectors {
+template <bool kWholeThreads> struct OwnVectors {
     int row, first, step;  // in columns
     int columns;
     bool active;  // it has a row
@@ -83,17 +85,16 @@ private:
     }
 };
 
-constexpr int kOwnSums = kWholeThreads ? 1 : kOwn;
-
 // Adds up the sums of a row's vectors: those of one thread of backward_staged.cu, in turn, for which `all` has room where it is not
 // one here, then those of its warp's lanes, then its warps. By all threads of the block.
-__device__ inline Sums<Compute> sum_row(Sums<Compute>* all, const Sums<Compute> (&own)[kOwnSums], const FewRowsArguments& a) {
+template <bool kWholeThreads, int kOwnSums>
+__device__ Sums<Compute> sum_row(Sums<Compute>* all, const Sums<Compute> (&own)[kOwnSums], const FewRowsArguments& a) {
     __shared__ Sums<Compute> of_warps[kWarpsOfRow];
     const int lanes = kWholeWarps ? 32 : a.group_threads, warps = kWholeWarps ? a.group_threads >> 5 : 1;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & (lanes - 1);
     if constexpr (!kWholeThreads) {
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) all[threadIdx.x + i * blockDim.x] = own[i];
+        for (int i = 0; i < kOwnSums; ++i) all[threadIdx.x + i * blockDim.x] = own[i];
         __syncthreads();
     }
     Sums<Compute> sums = own[0];
@@ -149,11 +150,12 @@ __device__ inline void write_sums(const FewRowsArguments& a, int block) {
     if (kWantDb && a.db) store_sums(a.db, a.dw_code, column, db);
 }
 
-__device__ inline void write_rows(const FewRowsArguments& a, Sums<Compute>* all) {
-    const OwnVectors own(a);
-    XVector x[kOwn] = {};
-    DyVector dy[kOwn] = {};
-    Weights<kOwn> w;
+template <bool kWholeThreads> __device__ void write_rows(const FewRowsArguments& a, Sums<Compute>* all) {
+    constexpr int kHeld = kWholeThreads ? kVectors : kOwn;
+    const OwnVectors<kWholeThreads> own(a);
+    XVector x[kHeld] = {};
+    DyVector dy[kHeld] = {};
+    Weights<kHeld> w;
     RowStatistics row = {};
     const X* const x_row = a.x + own.row * a.x_row_stride;
     const Dy* const dy_row = a.dy + own.row * a.dy_row_stride;
@@ -164,24 +166,24 @@ __device__ inline void write_rows(const FewRowsArguments& a, Sums<Compute>* all)
     // Asked for together, not by a branch for each vector: an H200, LayerNorm, 1x7168, 6.2 → 5.6 us.
     if (kWholeThreads && own.reads(0)) {
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) load(i);
+        for (int i = 0; i < kHeld; ++i) load(i);
     }
 #pragma unroll
-    for (int i = 0; !kWholeThreads && i < kOwn; ++i) {
+    for (int i = 0; !kWholeThreads && i < kHeld; ++i) {
         if (own.reads(i)) load(i);
     }
     if (own.active) row.load(a, own.row);
     w.load(a.w, a.w_code, own);
 
-    Sums<Compute> sums[kOwnSums] = {};
+    Sums<Compute> sums[kWholeThreads ? 1 : kHeld] = {};
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
+    for (int i = 0; i < kHeld; ++i) {
         first_half<true, false>(sums[kWholeThreads ? 0 : i], nullptr, i, x[i], dy[i], w, row);
     }
-    const RowCoefficients coefficients(sum_row(all, sums, a), a.reciprocal_columns, row);
+    const RowCoefficients coefficients(sum_row<kWholeThreads>(all, sums, a), a.reciprocal_columns, row);
     X* const dx = a.dx + own.row * a.dx_row_stride;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
+    for (int i = 0; i < kHeld; ++i) {
         second_half(dx + own.at(i), own.holds(i), i, x[i], dy[i], w, row, coefficients);
     }
 }
@@ -192,7 +194,11 @@ constexpr int kBlockThreads = kColumnsPerThread > 32 ? kMaxThreads : kMostThread
 extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) backward_few_rows(const FewRowsArguments a) {
     extern __shared__ __align__(16) char shared[];
     if (blockIdx.x < a.row_blocks) {
-        write_rows(a, reinterpret_cast<Sums<Compute>*>(shared));
+        Sums<Compute>* const sums = reinterpret_cast<Sums<Compute>*>(shared);
+        if constexpr (kHasBoth) {
+            if (a.whole_threads) return write_rows<true>(a, sums);
+        }
+        write_rows<!kSumsByVector>(a, sums);
     } else if (!a.column_threads) {
         write_sums(a, blockIdx.x - a.row_blocks);
     } else {

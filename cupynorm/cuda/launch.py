@@ -74,6 +74,7 @@ class Backward:
             problem.out_row_stride,
             float(one / problem.compute_dtype.type(problem.columns)),
             few.column_blocks,
+            few.whole_threads,
         )
 
     def _walk(

@@ -25,7 +25,7 @@ from .common import (
 )
 
 # struct FewRowsArguments in backward_few_rows.cu, by the type of the arithmetic.
-FEW_ROWS_ARGUMENTS = {"float32": "8P3i6h3qfh2x", "float64": "8P3i6h3qdh6x"}
+FEW_ROWS_ARGUMENTS = {"float32": "8P3i6h3qfh?x", "float64": "8P3i6h3qdh?5x"}
 
 # Of a block, and of those that a multiprocessor has at once (kBlockThreads): where a thread of backward_staged.cu has
 # over so many columns, and else.
@@ -65,6 +65,7 @@ class FewRows(NamedTuple):
     row_blocks: int
     column_blocks: int
     column_threads: int  # of these; 0: they have a single row
+    whole_threads: bool  # a thread has all vectors of one of backward_staged.cu
 
     @property
     def row_threads(self) -> int:
@@ -112,6 +113,17 @@ def few_rows_blocks(config: BackwardConfig, problem: NormProblem, aligned_sums: 
     split = _split(config)
     if split is None or not problem.want_dx or problem.rows > _most_threads(config.per_thread) * device.multiprocessors:
         return None
+    found = _fitting(split, config, problem, aligned_sums, device)
+    if found or split.whole or not _has_whole_warps(config) or _itemsizes(config.definitions) != (2, 2):
+        return found
+    whole = _Split(split.vector, config.per_thread // split.vector, config.group_threads, whole=True)
+    return _fitting(whole, config, problem, aligned_sums, device)
+
+
+def _fitting(
+    split: _Split, config: BackwardConfig, problem: NormProblem, aligned_sums: bool, device: Device
+) -> FewRows | None:
+    """Blocks that all run at the same time."""
     for threads in (split.threads,) if _has_whole_warps(config) else FEW_ROWS_SHORT_THREADS:
         found = _blocks(split, config, problem, aligned_sums, threads)
         if found.row_threads * FEW_ROWS_SUMMED >= problem.rows or not found.column_threads:
@@ -144,7 +156,7 @@ def _blocks(
         blocks = divide_up(problem.columns, column_threads * vector)
         entries = column_threads * vector * (2 if problem.want_dw and problem.want_db else 1)
         shared_bytes = max(shared_bytes, threads // column_threads * (itemsize * entries + 16))
-    return FewRows(threads, shared_bytes, rows, divide_up(problem.rows, rows), blocks, column_threads)
+    return FewRows(threads, shared_bytes, rows, divide_up(problem.rows, rows), blocks, column_threads, split.whole)
 
 
 def _split(config: BackwardConfig) -> _Split | None:
@@ -180,6 +192,11 @@ def _most_threads(per_thread: int) -> int:
 
 def _has_whole_warps(config: BackwardConfig) -> bool:
     return has_whole_warps(_types(config.definitions)[0], (config.per_thread, config.group_threads))
+
+
+def _itemsizes(definitions: tuple[str, ...]) -> tuple[int, int]:
+    x, dy = _types(definitions)
+    return ITEMSIZE[x], ITEMSIZE[dy]
 
 
 def _types(definitions: tuple[str, ...]) -> tuple[str, str]:
