@@ -834,6 +834,7 @@ def test_few_rows_fit_their_blocks(device, x, dy):
     many, most_threads = config.few_rows.FEW_ROWS_MANY_COLUMNS, config.few_rows.FEW_ROWS_MOST_THREADS
     assert f"kBlockThreads = kColumnsPerThread > {many} ? kMaxThreads : kMostThreads;" in source
     assert f"kMostThreads = {most_threads[False]};" in source
+    assert "kHasBoth = kSumsByVector && kWholeWarps && sizeof(X) == 2 && sizeof(Dy) == 2;" in source
     assert f"kMaxThreads = {most_threads[True]};" in source_of("staged.cuh")
     assert f"kSumsByVector = kVector > 1 && kColumnsPerThread <= {many} &&" in source_of("backward.cuh")
     assert f"kSumVectors = {config.few_rows.FEW_ROWS_SUM_VECTORS};" in source
@@ -853,9 +854,15 @@ def test_few_rows_fit_their_blocks(device, x, dy):
         vector = wide if chosen.per_thread % wide == 0 else wide // 2
         of_row = chosen.group_threads * chosen.per_thread // vector // own  # threads
         whole_warps = chosen.per_thread > config.common.columns_per_thread(x) and "PART_OF_WARP=1" not in definitions
-        # kWholeThreads: those of backward_staged.cu
+        # Those of backward_staged.cu, in any case or where there are more rows (kHasBoth).
         in_turn = norm == "layernorm" and x in ("float16", "bfloat16") and chosen.per_thread in (24, 28)
-        whole = chosen.per_thread > 32 or (in_turn and whole_warps)
+        always = chosen.per_thread > 32 or (in_turn and whole_warps)
+        whole = few.whole_threads
+        assert whole >= always
+        if whole and not always:
+            assert whole_warps
+            assert DTYPES[x].itemsize == DTYPES[dy].itemsize == 2
+            own, of_row = chosen.per_thread // vector, chosen.group_threads
         most = 256 if chosen.per_thread > 32 else 512
         assert few.threads % 32 == 0
         assert few.block_rows * of_row <= few.threads <= most
@@ -896,9 +903,14 @@ def test_few_rows_fit_their_blocks(device, x, dy):
         ("layernorm", 464, 1024, "bfloat16", (128, 1, 464, 64, 2)),
         ("layernorm", 465, 1024, "bfloat16", None),
         ("layernorm", 64, 4096, "bfloat16", (512, 1, 64, 64, 8)),
-        ("layernorm", 69, 4096, "bfloat16", None),
+        ("layernorm", 69, 4096, "bfloat16", (128, 1, 69, 64, 8)),  # all four, where there are more rows
+        ("rmsnorm", 128, 4096, "float16", (128, 1, 128, 64, 8)),
+        ("layernorm", 129, 4096, "bfloat16", None),
+        ("layernorm", 69, 4096, "float32", None),
         ("layernorm", 34, 8192, "bfloat16", (512, 1, 34, 64, 16)),  # two vectors a thread
-        ("layernorm", 35, 8192, "bfloat16", None),
+        ("layernorm", 35, 8192, "bfloat16", (256, 1, 35, 64, 16)),
+        ("layernorm", 129, 8192, "bfloat16", None),
+        ("rmsnorm", 128, 3072, "bfloat16", (128, 1, 128, 48, 8)),
         ("layernorm", 19, 7168, "bfloat16", (256, 1, 19, 56, 16)),  # all seven of a thread of backward_staged.cu's
         ("layernorm", 128, 7168, "bfloat16", (256, 1, 128, 56, 16)),
         ("layernorm", 129, 7168, "bfloat16", None),

@@ -108,13 +108,14 @@ def few_rows_blocks(config: BackwardConfig, problem: NormProblem, aligned_sums: 
     """None where backward_few_rows.cu does not pay; `aligned_sums`: dw and db start at multiples of 16 bytes.
 
     It pays where all of its blocks run at the same time (an H100, 64x4096 6.7 → 6.2 us, 192x2048 6.8 → 6.5, but
-    264x2048 7.2 → 8.9). Blocks of which a thread has two or four vectors count as often.
+    264x2048 7.2 → 8.9). Blocks of which a thread has two or four vectors count as often. Of more rows a thread has all
+    vectors of one of backward_staged.cu (LayerNorm, 69x4096 6.9 → 6.4, 126x4096 7.6 → 7.3).
     """
     split = _split(config)
     if split is None or not problem.want_dx or problem.rows > _most_threads(config.per_thread) * device.multiprocessors:
         return None
     found = _fitting(split, config, problem, aligned_sums, device)
-    if found or split.whole or not _has_whole_warps(config) or _itemsizes(config.definitions) != (2, 2):
+    if found or split.whole or not _has_both(config) or not (problem.want_dw or problem.want_db):
         return found
     whole = _Split(split.vector, config.per_thread // split.vector, config.group_threads, whole=True)
     return _fitting(whole, config, problem, aligned_sums, device)
@@ -194,9 +195,9 @@ def _has_whole_warps(config: BackwardConfig) -> bool:
     return has_whole_warps(_types(config.definitions)[0], (config.per_thread, config.group_threads))
 
 
-def _itemsizes(definitions: tuple[str, ...]) -> tuple[int, int]:
-    x, dy = _types(definitions)
-    return ITEMSIZE[x], ITEMSIZE[dy]
+def _has_both(config: BackwardConfig) -> bool:
+    """kHasBoth of backward_few_rows.cu, where vectors have sums of their own."""
+    return _has_whole_warps(config) and all(ITEMSIZE[name] == 2 for name in _types(config.definitions))
 
 
 def _types(definitions: tuple[str, ...]) -> tuple[str, str]:
