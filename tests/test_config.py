@@ -415,6 +415,25 @@ def test_column_blocks_beside_rows_that_lie_apart(norm, rows, columns, name, exp
 
 
 @pytest.mark.parametrize(
+    ("norm", "rows", "columns", "expected"),
+    [
+        ("layernorm", 781, 1280, True),  # one warp: at any number of a thread's rows
+        ("layernorm", 977, 1024, True),
+        ("layernorm", 1360, 1536, True),  # two
+        ("layernorm", 1200, 3584, True),  # four: at no more than of other rows
+        ("layernorm", 1721, 3584, False),
+        ("rmsnorm", 1721, 3584, True),
+    ],
+)
+def test_column_blocks_beside_rows_that_lie_apart_where_memory_is_fast(norm, rows, columns, expected):
+    device = DEVICES["sm_90"]
+    problem = apart(columns, "bfloat16", rows, norm)
+    chosen = config.backward_config(problem, True, device)
+    found = config.grid(chosen, problem, 132 * blocks_at_once(chosen, device), device)
+    assert (found.column_blocks > 0) == expected
+
+
+@pytest.mark.parametrize(
     ("norm", "columns", "name", "gap", "dense", "blocks"),
     [
         ("rmsnorm", 640, "bfloat16", 64, 3, 8),

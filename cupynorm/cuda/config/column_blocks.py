@@ -32,11 +32,12 @@ COLUMN_BLOCK_ROWS = {False: ((28, 44, 120), (44, 48, 120)), True: ((28, 44, 120)
 FEW_COLUMN_BLOCKS, FEW_COLUMN_BLOCKS_ROWS = 56, {False: (120, 100), True: (120, 46)}
 
 # Longer rows gain beyond these, and by bytes alone where a block has one row a step (where memory is fast, with db,
-# only in clusters, of less than eight warps a block). Where memory is fast, up to LONG_COLUMN_BLOCKS_BYTES, from
-# LONG_COLUMNS on where a block has several rows, with 24 columns a thread where eight warps share one (50 MB,
-# LayerNorm, 12288: 25.5 → 23.5 us). Where it is slow, by whether db is summed and whether a block has one row, by
-# columns a thread (an H100, 75 MB, LayerNorm, 12288: 39.5 → 36.8 us). Column blocks must be many: with db, too few fall
-# so far behind that they miss the L2 cache. The ..._ELSE are for larger types, single columns and larger clusters.
+# only in clusters, of less than eight warps a block, and where rows that lie apart take one warp or two: APART_ROWS).
+# Where memory is fast, up to LONG_COLUMN_BLOCKS_BYTES, from LONG_COLUMNS on where a block has several rows, with 24
+# columns a thread where eight warps share one (50 MB, LayerNorm, 12288: 25.5 → 23.5 us). Where it is slow, by whether
+# db is summed and whether a block has one row, by columns a thread (an H100, 75 MB, LayerNorm, 12288: 39.5 → 36.8 us).
+# Column blocks must be many: with db, too few fall so far behind that they miss the L2 cache. The ..._ELSE are for
+# larger types, single columns and larger clusters.
 LONG_COLUMN_BLOCKS_BYTES, LONG_COLUMNS = 60 << 20, 4096
 SLOW_COLUMN_BLOCKS_BYTES: dict[tuple[bool, bool], dict[int, int]] = {
     (False, True): {32: 105 << 20, 40: 105 << 20},  # where no lane is idle
@@ -139,6 +140,10 @@ COLUMN_BLOCKS_ONE_ROW = 4096
 # last, and bytes of x's type: threads of such small column blocks have many rows each (an H100, with column blocks and
 # without: 640, 25 MB, 50.9, 20.0 us; 1024, 6 MB, 11.2, 12.4).
 APART_ROWS = {2: (1100, 1400, 2000), 4: (1100, 1100, 2000)}
+
+# Where memory is fast, with db, those of blocks of more threads than these have the limits of COLUMN_BLOCK_ROWS as well
+# (LayerNorm with gaps of 64, with and without: 781x1280 15.6, 11.8 us, 977x1024 13.9, 12.6, but 1750x4096 22.8, 24.6).
+FAST_APART_THREADS = 2 * WARP
 
 
 class _ColumnBlocks(NamedTuple):
@@ -394,7 +399,8 @@ def _most_rows(found: _ColumnBlocks, config: BackwardConfig, problem: NormProble
     sums_db, slow = kernels_sum_db(problem), device.has_slow_memory
     steep = width == 2 and config.groups > 1
     alone = config.groups == 1 and _is_usual(config, problem, most_slabs=8 if slow else 4)
-    if alone and (slow or not sums_db or (config.slabs > 1 and config.threads < STAGED_MAX_THREADS)):
+    few_warps = config.threads < STAGED_MAX_THREADS if config.slabs > 1 else config.threads <= FAST_APART_THREADS
+    if alone and (slow or not sums_db or few_warps):
         return math.inf  # by bytes alone
     if found.parts > 1:
         return COLUMN_BLOCK_ROWS[slow][sums_db][width]
