@@ -1959,7 +1959,8 @@ def test_what_was_measured_stands_under_names_that_are_there() -> None:
     _, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
     missing, headings = [], 0
     for section in sections:
-        stem = section.partition(".py\n")[0]
+        stem, _, text_of_module = section.partition(".py\n")
+        assert text_of_module.lstrip().startswith("### ")
         module_of_choices = importlib.import_module(f"cupynorm.cuda.config.{stem}")
         for heading in re.findall(r"^### (.*)$", section, flags=re.MULTILINE):
             headings += 1
