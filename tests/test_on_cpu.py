@@ -324,6 +324,7 @@ def test_slices_of_any_width(
     row_parts: int,
 ) -> None:
     """dw and db by column blocks whose threads side by side are a power of two, or not; by several for a slice."""
+    without_kernels_for_few_rows(monkeypatch)
     aim = dict.fromkeys((False, True), dict.fromkeys((False, True), (column_blocks, 0, column_blocks)))
     monkeypatch.setattr("cupynorm.cuda.config.column_blocks.AIMED_COLUMN_BLOCKS", aim)
     monkeypatch.setattr("cupynorm.cuda.config.column_blocks.BROKEN_LINES", 1)
