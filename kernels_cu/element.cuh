@@ -307,3 +307,33 @@ __device__ void load_columns_ahead(C (&values)[K][V], const void* base, int code
     }
     load_columns(values, base, code, column_of);
 }
+
+// The same, of T too, if that has 16 bits: its vectors lie as they came where the second half of theirs will be, until
+// unpack_columns(). Whether it has been T.
+template <class T, class C, int K, int V, class ColumnOf>
+__device__ bool load_columns_packed(C (&values)[K][V], const void* base, int code, ColumnOf column_of) {
+    if constexpr (sizeof(T) == 2 && V == 8) {
+        if (code == kCodeOf<T>) {
+#pragma unroll
+            for (int k = 0; k < K; ++k) {
+                const void* const source = static_cast<const T*>(base) + column_of(k);
+                if (column_of(k) < 0) continue;
+                load_in_place(reinterpret_cast<float32(&)[4]>(values[k][4]), static_cast<const float32*>(source));
+            }
+            return true;
+        }
+    }
+    load_columns_ahead(values, base, code, column_of);
+    return false;
+}
+template <class T, class C, int K, int V> __device__ void unpack_columns(C (&values)[K][V]) {
+    if constexpr (sizeof(T) == 2 && V == 8) {
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+            Packed<T, V> packed;
+            packed.words[0] = {__float_as_uint(values[k][4]), __float_as_uint(values[k][5]), __float_as_uint(values[k][6]),
+                               __float_as_uint(values[k][7])};
+            packed.unpack(values[k]);
+        }
+    }
+}

@@ -40,7 +40,7 @@ struct ForwardArguments {
     int columns;
     int w_code, b_code;  // ElementCode
     int group_threads;   // threads that share a row
-    int slab_columns;    // staged route: columns of a row that one block holds
+    int slab_columns;    // columns of a row that one block holds (not on the direct route)
     int stages;          // staged route: steps in flight
     int steps;           // staged route: at least so many of each walk over the rows
     int groups;          // of a block

@@ -1,8 +1,8 @@
 // Forward pass for few rows: memory → registers → memory, all rows at the same time.
 //
-// Such a call takes the sum of its latencies, so x, then w and b are asked for together, and no more is waited for but the sums of a
-// row. A block has one row, or several rows of a warp or less. A thread holds the columns that one of forward_staged.cu
-// holds, and a row's y has the same bits.
+// Such a call takes the sum of its latencies, so x, w and b are asked for together (w and b of other types than x's and float32 one
+// after the other), and no more is waited for but the sums of a row. A block has one row, or several rows of a warp or less. A
+// thread holds the columns that one of forward_staged.cu holds, and a row's y has the same bits.
 #include "forward_row.cuh"
 
 static_assert(kVector > 1 && !kSplitsRows, "rows in vectors, each of one block");
@@ -11,18 +11,10 @@ static_assert(kVector > 1 && !kSplitsRows, "rows in vectors, each of one block")
 constexpr int kBytesOfThread = kColumnsPerThread * int(2 * sizeof(Compute) + sizeof(X));
 constexpr int kThreadsAtOnce = kBytesOfThread <= 240 ? 512 : kBytesOfThread <= 320 ? 384 : kMaxThreads;
 
-// The exchange of a row's sums between the warps of a block.
-struct BlockExchange {
-    Sums<Compute>* slots;
-    int lanes, warps, entries;
+// The exchange of a row's sums between the warps of a block, which has one such row.
+struct BlockExchange : GroupSums<false> {
+    using GroupSums<false>::GroupSums;
 
-    __device__ BlockExchange(Sums<Compute>* slots, int group_threads)
-        : slots(slots), lanes(minimum(group_threads, 32)), warps((group_threads + 31) / 32), entries(warps) {}
-
-    __device__ void sum_in_warp(Sums<Compute>& sums) const {
-        if (kWholeWarps || lanes == 32) sum_over_lanes<false, 32>(sums);
-        else sum_over_lanes<false>(sums, lanes);
-    }
     // Posts what all lanes of the warp hold alike.
     __device__ void post_warp(const Sums<Compute>& sums) const {
         if (entries > 1 && threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = sums;
@@ -51,13 +43,15 @@ extern "C" __global__ void __launch_bounds__(kThreadsAtOnce, 1) forward_few_rows
     fill_columns(w, Compute(1));
     fill_columns(b, Compute(0));
     const auto own_column = [&](int k) { return own.holds(k) ? own.at(k) : -1; };
-    load_columns_ahead(w, a.w, a.w_code, own_column);
-    load_columns_ahead(b, a.b, a.b_code, own_column);
+    const bool w_is_packed = load_columns_packed<X>(w, a.w, a.w_code, own_column);
+    const bool b_is_packed = load_columns_packed<X>(b, a.b, a.b_code, own_column);
 
     const BlockExchange exchange(of_warps, a.group_threads);
     const RowMoments<BlockExchange> moments(a, own, exchange);
     const Sums<Compute> posted = moments.of_warp(x, own);
     exchange.post_warp(posted);
+    if (w_is_packed) unpack_columns<X>(w);
+    if (b_is_packed) unpack_columns<X>(b);
     const RowStatistics statistics = moments.of_row(0, posted);
 
     X* const y_row = a.y + row * a.y_row_stride;

@@ -447,16 +447,31 @@ template <> struct PaceOf<false> {
     __device__ void finish() const {}
 };
 
-// A group's exchange of row sums, kBoth of a pair or the first alone. Sum j uses slot j % kSlots.
-template <bool kBoth> struct SumExchange {
-    Barrier summed;
+// A group's sums of a row, kBoth of a pair or the first alone: those of its warps, which are posted in a slot.
+template <bool kBoth> struct GroupSums {
     Sums<Compute>* slots;
-    int lanes, warps, entries, rank;  // of this group: lanes in a warp, warps in this block, entries of a slot
+    int lanes, warps, entries;  // in a warp, in this block, of a slot
+
+    __device__ GroupSums(Sums<Compute>* slots, int group_threads)
+        : slots(slots), lanes(minimum(group_threads, 32)), warps((group_threads + 31) / 32), entries(warps * kCluster) {}
+
+    // Over the lanes of the warp that belong to the group.
+    __device__ void sum_in_warp(Sums<Compute>& sums) const {
+        // With many columns the branch stays: over it, the compiler does not keep them unpacked.
+        if ((kWholeWarps && !kManyColumns) || lanes == 32) sum_over_lanes<kBoth, 32>(sums);
+        else sum_over_lanes<kBoth>(sums, lanes);
+    }
+};
+
+// Their exchange. Sum j uses slot j % kSlots.
+template <bool kBoth> struct SumExchange : GroupSums<kBoth> {
+    using GroupSums<kBoth>::slots, GroupSums<kBoth>::warps, GroupSums<kBoth>::entries, GroupSums<kBoth>::sum_in_warp;
+    Barrier summed;
+    int rank;
 
     __device__ SumExchange(BlockState& state, const BlockShare& share, int group_threads)
-        : summed{shared_address(state.summed[share.group * group_threads / 32])},
-          slots(state.sums[share.group * group_threads / 32]), lanes(minimum(group_threads, 32)),
-          warps((group_threads + 31) / 32), entries(warps * kCluster), rank(share.rank) {
+        : GroupSums<kBoth>(state.sums[share.group * group_threads / 32], group_threads),
+          summed{shared_address(state.summed[share.group * group_threads / 32])}, rank(share.rank) {
         asm volatile("" : "+r"(summed.address));
     }
 
@@ -466,13 +481,6 @@ template <bool kBoth> struct SumExchange {
 #pragma unroll
         for (int slot = 0; slot < kSlots; ++slot) summed[slot].init(kClustered ? 1 : warps);
         fence_barrier_init();
-    }
-
-    // Over the lanes of the warp that belong to the group.
-    __device__ void sum_in_warp(Sums<Compute>& sums) const {
-        // With many columns the branch stays: over it, the compiler does not keep them unpacked.
-        if ((kWholeWarps && !kManyColumns) || lanes == 32) sum_over_lanes<kBoth, 32>(sums);
-        else sum_over_lanes<kBoth>(sums, lanes);
     }
 
     // Returns the warp's sums, for a group that needs no more.

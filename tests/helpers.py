@@ -173,6 +173,23 @@ def spy(monkeypatch: Any, xp: Any) -> list[tuple[Any, Any]]:
     return calls
 
 
+def record_choices(monkeypatch: Any, name: str) -> list[tuple[Any, Any]]:
+    """What config.`name` is asked about from here on, which config, and what it says: of each new plan."""
+    from cupynorm import dispatch
+    from cupynorm.cuda import config
+
+    asked: list[tuple[Any, Any]] = []
+    choose = getattr(config, name)
+
+    def record(found: Any, *others: Any) -> Any:
+        asked.append((found, choose(found, *others)))
+        return asked[-1][1]
+
+    monkeypatch.setattr(config, name, record)
+    dispatch.plan_of.cache_clear()
+    return asked
+
+
 def address(array: Any) -> int:
     if isinstance(array, int):
         return array

@@ -29,6 +29,7 @@ SHAPES = (
     (900, 601),
     (1017, 4096), (407, 10240), (127, 32768), (9000, 128), (4069, 384), (4069, 512), (4069, 1024), (2500, 3072),
     (1, 128), (1, 1024), (1, 4096), (1, 7168), (8, 8192), (64, 2048), (90, 896), (7, 3328), (4, 40960),
+    (69, 4096), (126, 4096), (35, 8192), (110, 3000),
     (3, 81920), (3, 163840), (3, 196608),
 )  # fmt: skip
 # Without such blocks: those that walk along the rows meet. The forward pass draws steps of 51000x1024 to 300000x128, at
@@ -63,6 +64,7 @@ def calls(generator: np.random.Generator, dtype: Any, rows: int, columns: int, g
     w, b = cupy.ones(columns, np.float32), cupy.zeros(columns, np.float32)
     _, rstd = cupynorm.rmsnorm_forward(x, w)
     cupynorm.rmsnorm_backward(x, w, dy, rstd)
+    cupynorm.layernorm_forward(x, w.astype(dtype), b.astype(dtype))
     _, mean, rstd = cupynorm.layernorm_forward(x, w, b)
     cupynorm.layernorm_backward(x, w, dy, mean, rstd)
     cupynorm.layernorm_backward(x, w.astype(np.float16), dy, mean, rstd)  # a type that is widened first

@@ -981,7 +981,8 @@ def test_few_rows_of_the_forward_pass_fit_their_blocks(device, x):
             found += 1
             assert chosen.kernel == "forward_staged"
             assert aligned
-            definitions = config.forward_few_rows_definitions(chosen.definitions)
+            definitions = few.definitions
+            assert definitions == config.forward_few_rows_definitions(chosen.definitions)
             assert ("forward_few_rows.cu", definitions) in compiled_for(device)
             assert not {"PACED=1", "ROW_GAPS=1", "DRAW_SHORT_ROWS=1"} & set(definitions)
             group, per_thread = chosen.group_threads, defined(chosen, "COLUMNS_PER_THREAD")
@@ -1023,7 +1024,7 @@ def test_few_rows_of_the_forward_pass_on_an_h200(norm, rows, columns, x, expecte
     problem = forward_of(backward(columns, x, x, rows, norm))
     for name in ("sm_90", "sm_90_slow"):
         few = config.forward_few_rows(config.forward_config(problem, True, DEVICES[name]), problem, DEVICES[name])
-        assert (few and tuple(few)) == expected
+        assert (few and (few.threads, few.blocks)) == expected
 
 
 def test_w_of_a_third_type_has_its_kernels_among_the_variants(device):

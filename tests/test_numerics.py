@@ -37,6 +37,7 @@ from helpers import (
     assert_same_bits,
     backward,
     forward,
+    record_choices,
     statistics_dtype,
     with_gaps,
 )
@@ -152,6 +153,22 @@ def check_both_passes(xp: Any, case: Case) -> None:
     tensors = make_case(xp, case)
     check_backward(case, tensors, backward(case.norm, tensors, has_bias=case.has_bias))
     check_forward(case, tensors, forward(case.norm, tensors, eps=DEFAULT_EPS[case.norm]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("x", ["bfloat16", "float16"])
+@pytest.mark.parametrize("w", ["float32", None])
+@pytest.mark.parametrize(("rows", "columns"), [(69, 4096), (126, 4096), (35, 8192), (110, 3000)])
+def test_few_rows_by_threads_with_all_vectors(
+    monkeypatch: pytest.MonkeyPatch, norm: str, x: str, w: str | None, rows: int, columns: int
+) -> None:
+    """More rows than find room with a vector a thread; in both passes, with w (and b) of x's type, too."""
+    cupy = pytest.importorskip("cupy")
+    asked = record_choices(monkeypatch, "few_rows_blocks")
+    check_both_passes(cupy, Case(norm, rows, columns, x, w or x, x, seed=rows))
+    if cupy.cuda.Device().attributes["MultiProcessorCount"] == 132:
+        assert [few.whole_threads for _, few in asked] == [True]
 
 
 @pytest.mark.gpu

@@ -197,7 +197,7 @@ class Forward:
         configure = functools.partial(choose.forward_config, problem, _is_aligned(problem, offset))
         config, main, device = _fitting(configure, _forward_main, device_of(device_id))
         if few := choose.forward_few_rows(config, problem, device):
-            self._launch = _forward_few_rows_launch(config, few).over(few.blocks)
+            self._launch = Launch(_kernel("forward_few_rows", few.definitions), few.threads).over(few.blocks)
             steps, walk_rows, drawn_steps, lead, step_counters = 1, problem.rows, 0, 0, 1
         else:
             at_once = _walkers_at_once(main, device, config.cluster)
@@ -386,12 +386,6 @@ def _forward_main(config: choose.ForwardConfig) -> Launch:
         _load(cupy.cuda.runtime.getDevice(), staged, ("forward_few_rows", few))
     main = kernel(config.file, config.kernel, config.definitions)
     return Launch(main, config.threads, shared_bytes=config.shared_bytes, cluster=config.cluster)
-
-
-def _forward_few_rows_launch(config: choose.ForwardConfig, few: choose.ForwardFewRows) -> Launch:
-    definitions = choose.forward_few_rows_definitions(config.definitions)
-    assert definitions is not None
-    return Launch(_kernel("forward_few_rows", definitions), few.threads)
 
 
 @functools.cache

@@ -25,14 +25,14 @@ from .common import (
 # Where x, dy and dx take at most so many bytes, and column blocks (column_blocks.cuh) at most so many rows for each of
 # their threads, these sum dw and db, and row walkers find dx alone (25 MB, LayerNorm, N=10240: 21.8 → 15.8 us). Rows by
 # whether memory is slow, by whether db is summed, and by the sectors of memory that a slice of columns is wide: one,
-# two, or more. The second line is for few column blocks beside walkers that take several rows a step. For 16-bit types
-# in vectors and small clusters, from a scan of 23 lengths and seven sizes.
+# two, or more; FEW_COLUMN_BLOCKS_ROWS of FEW_COLUMN_BLOCKS or less, beside walkers that take several rows a step. For
+# 16-bit types in vectors and small clusters, from a scan of 23 lengths and seven sizes.
 COLUMN_BLOCKS_BYTES = 44 << 20
 COLUMN_BLOCK_ROWS = {False: ((28, 44, 120), (44, 48, 120)), True: ((28, 44, 120), (28, 44, 110))}
 FEW_COLUMN_BLOCKS, FEW_COLUMN_BLOCKS_ROWS = 56, {False: (120, 100), True: (120, 46)}
 
 # Longer rows gain beyond these, and by bytes alone where a block has one row a step (where memory is fast, with db,
-# only in clusters, of less than eight warps a block, and where rows that lie apart take one warp or two: APART_ROWS).
+# only in clusters, of less than eight warps a block, and where rows that lie apart take FAST_APART_THREADS or less).
 # Where memory is fast, up to LONG_COLUMN_BLOCKS_BYTES, from LONG_COLUMNS on where a block has several rows, with 24
 # columns a thread where eight warps share one (50 MB, LayerNorm, 12288: 25.5 → 23.5 us). Where it is slow, by whether
 # db is summed and whether a block has one row, by columns a thread (an H100, 75 MB, LayerNorm, 12288: 39.5 → 36.8 us).

@@ -152,7 +152,7 @@ class Grid(NamedTuple):
 
 
 def columns_of(definitions: tuple[str, ...]) -> int:
-    """Columns a thread of a backward kernel."""
+    """Columns a thread of the kernel."""
     (number,) = (text.partition("=")[2] for text in definitions if text.startswith("COLUMNS_PER_THREAD="))
     return int(number)
 

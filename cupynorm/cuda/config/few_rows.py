@@ -48,12 +48,9 @@ FEW_ROWS_SUM_VECTORS = 128  # kSumVectors
 FORWARD_FEW_ROWS_THREADS = {240: 512, 320: 384}
 FORWARD_FEW_ROWS_SHORT_THREADS = 128  # of a block, where rows take a warp or less
 
-# Forward, up to so many bytes of x for each multiprocessor, by whether rows take whole warps (an H100, RMSNorm, 65x4096
-# 6.3 → 5.7 us, 244x4096 7.1 → 7.4; LayerNorm, 33x4096 6.3 → 6.1, 52x5120 6.4 → 6.6).
-FORWARD_FEW_ROWS_BYTES = {
-    "rmsnorm": {False: 9 << 10, True: 9 << 10},
-    "layernorm": {False: 15 << 10, True: 5 << 9},
-}
+# Forward, up to so many bytes of x for each multiprocessor, of rows of a warp or less, and of whole warps (an H100,
+# RMSNorm, 65x4096 6.3 → 5.7 us, 244x4096 7.1 → 7.4; LayerNorm, 33x4096 6.3 → 6.1, 52x5120 6.4 → 6.6).
+FORWARD_FEW_ROWS_BYTES = {"rmsnorm": (9 << 10,) * 2, "layernorm": (15 << 10, 5 << 9)}
 
 
 class FewRows(NamedTuple):
@@ -108,8 +105,9 @@ def few_rows_blocks(config: BackwardConfig, problem: NormProblem, aligned_sums: 
     """None where backward_few_rows.cu does not pay; `aligned_sums`: dw and db start at multiples of 16 bytes.
 
     It pays where all of its blocks run at the same time (an H100, 64x4096 6.7 → 6.2 us, 192x2048 6.8 → 6.5, but
-    264x2048 7.2 → 8.9). Blocks of which a thread has two or four vectors count as often. Of more rows a thread has all
-    vectors of one of backward_staged.cu (LayerNorm, 69x4096 6.9 → 6.4, 126x4096 7.6 → 7.3).
+    264x2048 7.2 → 8.9). Blocks of which a thread has two or four vectors count as often. Of more rows, of 16-bit types
+    in whole warps, a thread has all vectors of one of backward_staged.cu (LayerNorm, 69x4096 6.9 → 6.4, 126x4096 7.6 →
+    7.3). Rows of a warp or less: of a column block's thread at most FEW_ROWS_SUMMED.
     """
     split = _split(config)
     if split is None or not problem.want_dx or problem.rows > _most_threads(config.per_thread) * device.multiprocessors:
@@ -176,7 +174,7 @@ def _split_of(definitions: tuple[str, ...], group_threads: int) -> _Split | None
         return _Split(vector, per_thread // vector, group_threads, whole=True)
     vectors = group_threads * per_thread // vector
     for own in FEW_ROWS_VECTORS:
-        if vectors <= own * _most_threads(per_thread) and (own == 1 or vectors % (own * WARP) == 0):
+        if vectors <= own * FEW_ROWS_MOST_THREADS[False] and (own == 1 or vectors % (own * WARP) == 0):
             return _Split(vector, own, vectors // own, whole=False)
     return None
 
@@ -209,6 +207,7 @@ def _types(definitions: tuple[str, ...]) -> tuple[str, str]:
 class ForwardFewRows(NamedTuple):
     """A launch of forward_few_rows.cu."""
 
+    definitions: tuple[str, ...]
     threads: int
     blocks: int
 
@@ -222,7 +221,8 @@ def forward_few_rows_definitions(definitions: tuple[str, ...]) -> tuple[str, ...
 
 def forward_few_rows(config: ForwardConfig, problem: NormProblem, device: Device) -> ForwardFewRows | None:
     """None where forward_few_rows.cu does not pay, or not all of its blocks run at the same time."""
-    if forward_few_rows_definitions(config.definitions) is None:
+    definitions = forward_few_rows_definitions(config.definitions)
+    if definitions is None:
         return None
     x, group, per_thread = problem.x_dtype.name, config.group_threads, columns_of(config.definitions)
     whole = has_whole_warps(x, (per_thread, group))
@@ -233,4 +233,5 @@ def forward_few_rows(config: ForwardConfig, problem: NormProblem, device: Device
     threads, blocks = in_whole_warps(rows * group), divide_up(problem.rows, rows)
     bytes_of_thread = per_thread * (2 * compute_itemsize(x) + ITEMSIZE[x])
     at_once = next((n for most, n in FORWARD_FEW_ROWS_THREADS.items() if bytes_of_thread <= most), STAGED_MAX_THREADS)
-    return ForwardFewRows(threads, blocks) if blocks <= device.multiprocessors * (at_once // threads) else None
+    fits = blocks <= device.multiprocessors * (at_once // threads)
+    return ForwardFewRows(definitions, threads, blocks) if fits else None
