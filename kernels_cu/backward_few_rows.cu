@@ -22,7 +22,8 @@ constexpr int kMostThreads = 512;
 constexpr int kSumVectors = 128;  // of a single row, whose dw and db one block writes
 constexpr int kWarpsOfRow = kMaxWarps;  // that share a row in backward_staged.cu, at most
 
-// What a block needs first lies together: a line of constants that is not there yet is waited for.
+// A line of constants that is not there yet is waited for, so what the blocks that write dx need lies in two: the first six
+// addresses, which share one with what the launch has, and the 64 bytes behind these.
 struct FewRowsArguments {
     const X* x;
     const Dy* dy;
@@ -31,16 +32,18 @@ struct FewRowsArguments {
     const Compute* rstd;
     X* dx;
     void *dw, *db;          // null: not wanted
-    int rows, columns;
-    int row_blocks;         // the first, that write dx
-    short block_rows;       // of each of these
-    short group_threads;    // of backward_staged.cu that would share a row
-    short w_code, dw_code;  // ElementCode: of w, x's type or the arithmetic's (widen_w.cu); of dw and db
-    short row_threads, column_threads;  // of the blocks behind; 0: these have a single row's dw and db
     int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
+    unsigned rows, columns;
+    unsigned row_blocks;        // the first, that write dx
+    unsigned char block_rows;   // of each of these
+    unsigned char log2_lanes;   // of a warp of backward_staged.cu, that would share a row
+    unsigned char warps;        // of its warps, likewise
+    unsigned char w_code;       // ElementCode: x's type or the arithmetic's (widen_w.cu)
     Compute reciprocal_columns;
-    short column_blocks;    // how many these are
-    bool whole_threads;     // kHasBoth
+    bool whole_threads;         // kHasBoth
+    unsigned char dw_code;      // ElementCode, of dw and db
+    unsigned short column_threads, row_threads;  // of the blocks behind; 0: these have a single row's dw and db
+    unsigned short column_blocks;                // how many these are
 
     static constexpr int row_parts = 1;
     static constexpr void* sums = nullptr;
@@ -49,15 +52,16 @@ static_assert(sizeof(FewRowsArguments) == FEW_ROWS_ARGUMENT_BYTES, "the Python s
 
 // A thread's vectors: those of its row that are as many apart as the row has threads, or with kWholeThreads a warp has.
 template <bool kWholeThreads> struct OwnVectors {
-    int row, first, step;  // in columns
+    unsigned row;
+    int first, step;  // in columns
     int columns;
     bool active;  // it has a row
 
     __device__ explicit OwnVectors(const FewRowsArguments& a) : columns(a.columns) {
-        int vector = threadIdx.x, row_of_block = 0, threads = blockDim.x;
+        unsigned vector = threadIdx.x, row_of_block = 0, threads = blockDim.x;
         if constexpr (!kWholeWarps) {
-            threads = a.group_threads * kVectors;
-            row_of_block = (threadIdx.x >> log2_of(a.group_threads)) / kVectors;
+            threads = kVectors << a.log2_lanes;
+            row_of_block = (threadIdx.x >> a.log2_lanes) / kVectors;
             vector -= row_of_block * threads;
         }
         row = blockIdx.x * a.block_rows + row_of_block;
@@ -65,8 +69,8 @@ template <bool kWholeThreads> struct OwnVectors {
         first = vector * kVector;
         step = threads * kVector;
         if constexpr (kWholeThreads) {
-            const Columns held(threadIdx.x, a.group_threads, a.columns);
-            active = threadIdx.x < a.group_threads;
+            const Columns held(threadIdx.x, a.warps * 32, a.columns);
+            active = threadIdx.x < a.warps * 32u;
             first = held.first;
             step = held.step();
         }
@@ -81,6 +85,7 @@ template <bool kWholeThreads> struct OwnVectors {
 private:
     __device__ int first_of_team(int i) const {
         constexpr int kTeamColumns = kTeamThreads * kColumnsPerThread;
+        if constexpr (!kWholeWarps) return 0;
         return kWholeThreads ? threadIdx.x / kTeamThreads * kTeamColumns : at(i) / kTeamColumns * kTeamColumns;
     }
 };
@@ -90,8 +95,15 @@ private:
 template <bool kWholeThreads, int kOwnSums>
 __device__ Sums<Compute> sum_row(Sums<Compute>* all, const Sums<Compute> (&own)[kOwnSums], const FewRowsArguments& a) {
     __shared__ Sums<Compute> of_warps[kWarpsOfRow];
-    const int lanes = kWholeWarps ? 32 : a.group_threads, warps = kWholeWarps ? a.group_threads >> 5 : 1;
+    const int log2_lanes = kWholeWarps ? 5 : a.log2_lanes, lanes = 1 << log2_lanes, warps = kWholeWarps ? a.warps : 1;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & (lanes - 1);
+    if constexpr (!kWholeWarps && kOwnSums == 1 && kVectors == 2) {
+        if (lanes < 32) {  // the two vectors lie `lanes` lanes apart: a step more of the butterfly
+            Sums<Compute> sums = own[0];
+            sum_over_lanes<kLayerNorm>(sums, 2 * lanes);
+            return sums;
+        }
+    }
     if constexpr (!kWholeThreads) {
 #pragma unroll
         for (int i = 0; i < kOwnSums; ++i) all[threadIdx.x + i * blockDim.x] = own[i];
@@ -100,7 +112,7 @@ __device__ Sums<Compute> sum_row(Sums<Compute>* all, const Sums<Compute> (&own)[
     Sums<Compute> sums = own[0];
     if (warps == 1 || warp < warps) {  // a single warp's by all warps, each for itself
         if constexpr (!kWholeThreads) {
-            const int group = kWholeWarps ? (warps == 1 ? 0 : warp) : (threadIdx.x >> log2_of(lanes)) / kVectors;
+            const int group = kWholeWarps ? (warps == 1 ? 0 : warp) : (threadIdx.x >> log2_lanes) / kVectors;
             const int first = group * kVectors * lanes;
             sums = all[first + lane];
 #pragma unroll
@@ -157,8 +169,8 @@ template <bool kWholeThreads> __device__ void write_rows(const FewRowsArguments&
     DyVector dy[kHeld] = {};
     Weights<kHeld> w;
     RowStatistics row = {};
-    const X* const x_row = a.x + own.row * a.x_row_stride;
-    const Dy* const dy_row = a.dy + own.row * a.dy_row_stride;
+    const X* const x_row = a.x + int64(own.row) * a.x_row_stride;
+    const Dy* const dy_row = a.dy + int64(own.row) * a.dy_row_stride;
     const auto load = [&](int i) {
         x[i].load_streaming(x_row + own.read_from(i));
         dy[i].load_streaming(dy_row + own.read_from(i));
@@ -181,7 +193,7 @@ template <bool kWholeThreads> __device__ void write_rows(const FewRowsArguments&
         first_half<true, false>(sums[kWholeThreads ? 0 : i], nullptr, i, x[i], dy[i], w, row);
     }
     const RowCoefficients coefficients(sum_row<kWholeThreads>(all, sums, a), a.reciprocal_columns, row);
-    X* const dx = a.dx + own.row * a.dx_row_stride;
+    X* const dx = a.dx + int64(own.row) * a.dx_row_stride;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
         second_half(dx + own.at(i), own.holds(i), i, x[i], dy[i], w, row, coefficients);
@@ -193,16 +205,20 @@ constexpr int kBlockThreads = kColumnsPerThread > 32 ? kMaxThreads : kMostThread
 
 extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) backward_few_rows(const FewRowsArguments a) {
     extern __shared__ __align__(16) char shared[];
-    if (blockIdx.x < a.row_blocks) {
-        Sums<Compute>* const sums = reinterpret_cast<Sums<Compute>*>(shared);
-        if constexpr (kHasBoth) {
-            if (a.whole_threads) return write_rows<true>(a, sums);
+    if (blockIdx.x >= a.row_blocks) {
+        if (a.column_threads) {
+            const ColumnArguments columns(a, blockIdx.x - a.row_blocks);
+            // Out of line what the rows' blocks run lies together (an H100: 1% less on average); LayerNorm would spill a register.
+            if constexpr (kLayerNorm) ColumnSlices<kMostThreads>(columns).sum(reinterpret_cast<Compute*>(shared));
+            else sum_columns<kMostThreads>(columns, reinterpret_cast<Compute*>(shared));
+        } else {
+            write_sums(a, blockIdx.x - a.row_blocks);
         }
-        write_rows<!kSumsByVector>(a, sums);
-    } else if (!a.column_threads) {
-        write_sums(a, blockIdx.x - a.row_blocks);
-    } else {
-        const ColumnArguments columns(a, blockIdx.x - a.row_blocks);
-        ColumnSlices<kMostThreads>(columns).sum(reinterpret_cast<Compute*>(shared));
+        return;
     }
+    Sums<Compute>* const sums = reinterpret_cast<Sums<Compute>*>(shared);
+    if constexpr (kHasBoth) {
+        if (a.whole_threads) return write_rows<true>(a, sums);
+    }
+    write_rows<!kSumsByVector>(a, sums);
 }

@@ -308,16 +308,17 @@ __device__ void load_columns_ahead(C (&values)[K][V], const void* base, int code
     load_columns(values, base, code, column_of);
 }
 
-// The same, of T too, if that has 16 bits: its vectors lie as they came where the second half of theirs will be, until
-// unpack_columns(). Whether it has been T.
+// The same, of T too, if that has 16 bits and vectors eight elements: these lie as they came where their second halves will be,
+// until unpack_columns(). Returns whether the array was of T.
 template <class T, class C, int K, int V, class ColumnOf>
 __device__ bool load_columns_packed(C (&values)[K][V], const void* base, int code, ColumnOf column_of) {
     if constexpr (sizeof(T) == 2 && V == 8) {
         if (code == kCodeOf<T>) {
 #pragma unroll
             for (int k = 0; k < K; ++k) {
-                const void* const source = static_cast<const T*>(base) + column_of(k);
-                if (column_of(k) < 0) continue;
+                const int column = column_of(k);
+                if (column < 0) continue;
+                const void* const source = static_cast<const T*>(base) + column;
                 load_in_place(reinterpret_cast<float32(&)[4]>(values[k][4]), static_cast<const float32*>(source));
             }
             return true;

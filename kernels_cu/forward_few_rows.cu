@@ -1,8 +1,9 @@
 // Forward pass for few rows: memory → registers → memory, all rows at the same time.
 //
-// Such a call takes the sum of its latencies, so x, w and b are asked for together (w and b of other types than x's and float32 one
-// after the other), and no more is waited for but the sums of a row. A block has one row, or several rows of a warp or less. A
-// thread holds the columns that one of forward_staged.cu holds, and a row's y has the same bits.
+// Such a call takes the sum of its latencies, so x, w and b are asked for together, and no more is waited for but the sums of a row.
+// (With x of float64, and if they are neither float32 nor of x's 16-bit type, w and b are waited for, one after the other.) A block
+// has one row, or several rows of a warp or less. A thread holds the columns that one of forward_staged.cu holds, and a row's y has
+// the same bits.
 #include "forward_row.cuh"
 
 static_assert(kVector > 1 && !kSplitsRows, "rows in vectors, each of one block");

@@ -92,7 +92,7 @@ def few_row_cases(backend: str) -> list[Case]:
     """Rows of a warp or less, and of a block or less, some with idle lanes, in every type, with dy and w of others."""
     types = [*((x, "float32", x) for x in DTYPES), ("bfloat16", "bfloat16", "float32"), ("float32", None, "float16")]
     types += [("float16", "float64", "float16")]
-    columns = (96, 384, 1000, 1024, 1280, 1536, 3000, 4096, 5000, 6904, 7168, 8192)
+    columns = (8, 96, 256, 384, 1000, 1024, 1280, 1536, 3000, 4096, 5000, 6904, 7168, 8192)
     return [
         Case(norm, 240 if n > 2000 else 1100, n, x, w, dy, seed=n)
         for n, norm, (x, w, dy) in itertools.product(columns, NORMS, types)
@@ -116,7 +116,8 @@ def test_few_rows_have_the_dx_that_they_have_among_many(xp: Any, case: Case) -> 
 def forward_few_row_cases(backend: str) -> list[Case]:
     """As few_row_cases(), of x as large as for several rows of each multiprocessor."""
     columns = (8, 96, 384, 512, 1000, 1024, 1280, 1536, 3000, 4096, 5000, 6144, 6904, 8192, 12288)
-    types = [*((x, "float32", x) for x in DTYPES), ("bfloat16", "bfloat16", "bfloat16"), ("float32", None, "float32")]
+    types = [*((x, "float32", x) for x in DTYPES), ("float32", None, "float32")]
+    types += [(x, w, x) for x, w in itertools.product(("float16", "bfloat16"), repeat=2)]
     return [
         Case(norm, 3_000_000 // (n * DTYPES[x].itemsize), n, x, w, dy, seed=n)
         for n, norm, (x, w, dy) in itertools.product(columns, NORMS, types)

@@ -49,32 +49,33 @@ class Backward:
         config, main, device = _fitting(configure, _backward_main, device_of(device_id))
         few = choose.few_rows_blocks(config, problem, sums_offset == 0, device)
         if few:
-            self._take_few_rows(few, _few_rows_launch(config, few), w_dtype, config.group_threads)
+            self._take_few_rows(few, _few_rows_launch(config, few), w_dtype)
         else:
             self._walk(config, main, device, w_dtype, sums_offset)
 
-    def _take_few_rows(self, few: choose.FewRows, main: Launch, w_dtype: Any, group_threads: int) -> None:
+    def _take_few_rows(self, few: choose.FewRows, main: Launch, w_dtype: Any) -> None:
         problem = self.problem
         self._workspace = _Workspace(0, beside=self._widened_bytes)
         self._launches = [main.over(few.row_blocks + few.column_blocks)]
         one = problem.compute_dtype.type(1)
         self._take_arguments(
             choose.FEW_ROWS_ARGUMENTS[problem.compute_dtype.name],
+            problem.x_row_stride,
+            problem.dy_row_stride,
+            problem.out_row_stride,
             problem.rows,
             problem.columns,
             few.row_blocks,
             few.block_rows,
-            group_threads,
+            few.log2_lanes,
+            few.warps,
             _code(w_dtype),
-            _code(problem.parameter_dtype),
-            few.row_threads,
-            few.column_threads,
-            problem.x_row_stride,
-            problem.dy_row_stride,
-            problem.out_row_stride,
             float(one / problem.compute_dtype.type(problem.columns)),
-            few.column_blocks,
             few.whole_threads,
+            _code(problem.parameter_dtype),
+            few.column_threads,
+            few.row_threads,
+            few.column_blocks,
         )
 
     def _walk(

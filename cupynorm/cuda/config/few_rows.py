@@ -25,7 +25,7 @@ from .common import (
 )
 
 # struct FewRowsArguments in backward_few_rows.cu, by the type of the arithmetic.
-FEW_ROWS_ARGUMENTS = {"float32": "8P3i6h3qfh?x", "float64": "8P3i6h3qdh?5x"}
+FEW_ROWS_ARGUMENTS = {"float32": "8P3q3I4Bf?B3H4x", "float64": "8P3q3I4Bd?B3H"}
 
 # Of a block, and of those that a multiprocessor has at once (kBlockThreads): where a thread of backward_staged.cu has
 # over so many columns, and else.
@@ -62,6 +62,8 @@ class FewRows(NamedTuple):
     row_blocks: int
     column_blocks: int
     column_threads: int  # of these; 0: they have a single row
+    log2_lanes: int  # of a warp of backward_staged.cu, that would share a row
+    warps: int  # of its warps, likewise
     whole_threads: bool  # a thread has all vectors of one of backward_staged.cu
 
     @property
@@ -106,8 +108,8 @@ def few_rows_blocks(config: BackwardConfig, problem: NormProblem, aligned_sums: 
 
     It pays where all of its blocks run at the same time (an H100, 64x4096 6.7 → 6.2 us, 192x2048 6.8 → 6.5, but
     264x2048 7.2 → 8.9). Blocks of which a thread has two or four vectors count as often. Of more rows, of 16-bit types
-    in whole warps, a thread has all vectors of one of backward_staged.cu (LayerNorm, 69x4096 6.9 → 6.4, 126x4096 7.6 →
-    7.3). Rows of a warp or less: of a column block's thread at most FEW_ROWS_SUMMED.
+    in whole warps, with dw or db, a thread has all vectors of one of backward_staged.cu (LayerNorm, 69x4096 6.9 → 6.4,
+    126x4096 7.6 → 7.3). Rows of a warp or less: of a column block's thread at most FEW_ROWS_SUMMED.
     """
     split = _split(config)
     if split is None or not problem.want_dx or problem.rows > _most_threads(config.per_thread) * device.multiprocessors:
@@ -155,7 +157,18 @@ def _blocks(
         blocks = divide_up(problem.columns, column_threads * vector)
         entries = column_threads * vector * (2 if problem.want_dw and problem.want_db else 1)
         shared_bytes = max(shared_bytes, threads // column_threads * (itemsize * entries + 16))
-    return FewRows(threads, shared_bytes, rows, divide_up(problem.rows, rows), blocks, column_threads, split.whole)
+    lanes = min(config.group_threads, WARP)
+    return FewRows(
+        threads=threads,
+        shared_bytes=shared_bytes,
+        block_rows=rows,
+        row_blocks=divide_up(problem.rows, rows),
+        column_blocks=blocks,
+        column_threads=column_threads,
+        log2_lanes=lanes.bit_length() - 1,
+        warps=config.group_threads // lanes,
+        whole_threads=split.whole,
+    )
 
 
 def _split(config: BackwardConfig) -> _Split | None:
