@@ -141,9 +141,11 @@ def kernels_of(row: Row) -> tuple[Kernel, ...]:
         )
         backward = config.backward_config(found, row.aligned, device)
         kernels = [(f"backward_{backward.route}.cu", backward.definitions)]
-        if backward.route == "staged" and hasattr(backward, "dx_alone_definitions"):  # older trees have none,
-            kernels.append(("backward_staged.cu", backward.dx_alone_definitions))
-        few_rows = getattr(config, "few_rows_definitions", lambda _: None)(backward)  # nor this
+        names = "column_blocks_definitions", "dx_alone_definitions"  # as older trees have it, or not at all,
+        beside = next((getattr(backward, name) for name in names if hasattr(backward, name)), None)
+        if backward.route == "staged" and beside:
+            kernels.append(("backward_staged.cu", beside))
+        few_rows = getattr(config, "few_rows_definitions", lambda _: None)(backward)  # as this
         if few_rows:
             kernels.append(("backward_few_rows.cu", few_rows))
         return tuple(kernels)

@@ -55,8 +55,8 @@ struct BackwardArguments {
     Compute* dw_partials;   // a row of partial_row_stride(columns) for each walker; null: dw is the only one, or none
     Compute* db_partials;
     void* sums;             // split route: Sums<Compute> of rows × slabs; gangs: what they exchange; column blocks: of their parts
-    Meeting* meeting;       // null: nothing to reduce, or one walker whose partial row is dw, or narrowed to it; column blocks: the
-                            // counters alone, of their parts, if a slice has several
+    Meeting* meeting;       // null: nothing to reduce, or one walker whose partial row is dw, or narrowed to it. The counters alone:
+                            // of column blocks' parts, if a slice has several; of pace, where no more than dx is wanted
     int64 rows;
     int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
     int columns;

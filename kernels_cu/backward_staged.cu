@@ -10,10 +10,10 @@
 // together add up in the end (reduction.cuh). Orders of sums: a row over a thread's columns, over its lanes by a butterfly,
 // over its warps and blocks likewise; a column over 16 rows, over these in turn, over the block's groups.
 //
-// With DX_ALONE walkers write dx alone. Where there is little data, the last blocks of the grid sum dw and db
-// (column_blocks.cuh), and read x and dy once more. Two kernels, compiled at the same time, so that the first call takes the
-// time of one: NVRTC, two cores, N=4096, 0.67 → 0.51 s, LayerNorm 0.80 → 0.58. Few rows have a third (backward_few_rows.cu). A
-// row's dx has the same bits in all.
+// With DX_ALONE walkers write dx alone: for calls that want no more, or because, where there is little data, the last blocks of
+// the grid sum dw and db (column_blocks.cuh), and read x and dy once more. A call with dw or db compiles both kernels at the same
+// time, so that it takes the time of one: NVRTC, two cores, N=4096, 0.67 → 0.51 s, LayerNorm 0.80 → 0.58. Few rows have a third
+// (backward_few_rows.cu). A row's dx has the same bits in all.
 //
 // What stands before the first copies is short. By stamps (RMSNorm, N=1024, 25 MB, an H100) the first rows are asked for 1730 cycles
 // after a block starts, of which 760 go by until the first argument is there. What is waited for is asked for in the order in which

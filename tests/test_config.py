@@ -1670,14 +1670,22 @@ def test_rows_of_24_columns_a_thread_have_larger_blocks_where_pace_is_kept(colum
         assert "PACED=1" in chosen.definitions
 
 
-@pytest.mark.parametrize("columns", [384, 768, 1536, 3072, 6144, 12288, 32768])
-def test_a_long_launch_where_nobody_meets_is_as_a_short_one(columns):
-    """dx alone: no pace is kept (test_plan.py), so there are no larger blocks and rings."""
-    problem = replace(backward(columns, "bfloat16", "bfloat16", 1 << 20, "rmsnorm"), want_dw=False)
-    long, short = (
-        config.backward_config(replace(problem, rows=rows), True, DEVICES["sm_90"]) for rows in (1 << 20, 4096)
+@pytest.mark.parametrize("rows", [1 << 20, 4096, 100])
+@pytest.mark.parametrize("columns", [384, 768, 1536, 3072, 6144, 12288, 32768, 262144])
+def test_calls_for_dx_alone_have_the_blocks_of_others(columns, rows):
+    """They keep pace, too, by a kernel that has no column blocks."""
+    problem = backward(columns, "bfloat16", "bfloat16", rows, "rmsnorm")
+    one, other = (
+        config.backward_config(replace(problem, want_dw=want_dw), True, DEVICES["sm_90"]) for want_dw in (True, False)
     )
-    assert long == short
+    assert "PACED=1" in one.definitions
+    assert other.definitions == (*one.definitions, "DX_ALONE=1")
+    assert (other.group_threads, other.slab_columns, other.slabs) == (one.group_threads, one.slab_columns, one.slabs)
+    if rows == 1 << 20:  # with few, blocks are larger beside column blocks
+        assert other == one._replace(definitions=other.definitions)
+    assert config.few_rows_definitions(other) == config.few_rows_definitions(one)
+    assert set(one.column_blocks_definitions) == set(other.definitions) - {"PACED=1"}
+    assert other.column_blocks_definitions is None
 
 
 @pytest.mark.parametrize("columns", [520, 768])

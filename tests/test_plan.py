@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import FakeDevice, FakeStream
+from fake_device import ATTRIBUTES, FakeDevice, FakeStream
 from helpers import DTYPES, NORMS
 
 import cupynorm
@@ -426,19 +426,28 @@ def test_elements_across_their_boundaries_are_refused(device: FakeDevice) -> Non
         assert len(device.launched) == launched
 
 
-@pytest.mark.parametrize("mask", [(True, True, True), (True, False, True), (False, True, True), (True, False, False)])
-def test_column_blocks_need_no_memory(device: FakeDevice, mask: tuple[bool, ...]) -> None:
+@pytest.mark.parametrize(
+    ("mask", "rows", "walkers", "column_blocks"),
+    [
+        ((True, True, True), 600, 68, 64),
+        ((True, False, True), 600, 68, 64),
+        ((False, True, True), 600, 0, 64),
+        ((True, False, False), 2200, 264, 0),  # of fewer rows the kernel for few writes dx alone
+    ],
+)
+def test_column_blocks_need_no_memory(
+    device: FakeDevice, mask: tuple[bool, ...], rows: int, walkers: int, column_blocks: int
+) -> None:
     """They stand behind the row walkers, of which there are none without dx; nobody meets, whatever the type of dw."""
-    call = call_of(device, "layernorm", rows=600, output_mask=mask) | {"w": device.array((COLUMNS,), "float16")}
+    call = call_of(device, "layernorm", rows=rows, output_mask=mask) | {"w": device.array((COLUMNS,), "float16")}
     backward("layernorm", call)
     (launch,) = device.launched
+    assert launch.kernel == "backward_staged"
     assert are_there(launch, "dx", "dw", "db") == list(mask)
     assert not any(are_there(launch, "dw_partials", "db_partials", "sums", "meeting"))
     assert {by for by, _ in device.allocated} <= {"result"}
-    walkers, column_blocks = launch.named().partial_rows, launch.named().column_blocks
+    assert (launch.named().partial_rows, launch.named().column_blocks) == (walkers, column_blocks)
     assert launch.grid[0] == walkers + column_blocks
-    expected = (0, 64) if not mask[0] else (68, 64) if any(mask[1:]) else (75, 0)
-    assert (walkers, column_blocks) == expected
 
 
 def test_column_blocks_that_share_rows_have_counters_and_room_for_their_sums(device: FakeDevice) -> None:
@@ -621,7 +630,7 @@ LONG = [
     ("layernorm", 4096, 1, True),
     ("layernorm", 5120, 1, True),
     ("layernorm", 7168, 1, True),
-    ("layernorm", 8000, 1, False),
+    ("layernorm", 8000, 1, False),  # whose loop with db is too slow for it
 ]
 
 
@@ -629,16 +638,36 @@ LONG = [
 def test_walkers_of_a_long_backward_call_keep_pace(
     device: FakeDevice, norm: str, columns: int, counters: int, keeps: bool
 ) -> None:
-    """Where the kernels were compiled to. There is nothing to count in where blocks do not meet."""
+    """Where the kernels were compiled to. Where blocks do not meet they count, too, in memory of their own."""
     meeting = 42_000_000 // (6 * columns)
-    for rows, sums, paced in ((meeting, True, False), (120_000, True, keeps), (120_000, False, False)):
+    for rows, sums, paced in ((meeting, True, False), (120_000, True, keeps), (120_000, False, True)):
         x, dy = (device.array((rows, columns), "float16") for _ in range(2))
         statistics = [device.array((rows,))] * (2 if norm == "layernorm" else 1)
         mask = (True, sums) if norm == "rmsnorm" else (True, sums, sums)
         getattr(cupynorm, f"{norm}_backward")(x, device.array((columns,)), dy, *statistics, output_mask=mask)
         arguments = device.launched[-1].named()
         assert (arguments.lead > 0) == paced
-        assert arguments.step_counters == (counters if sums else 1)
+        assert arguments.step_counters == counters
+        assert bool(arguments.meeting) == (paced or (sums and not arguments.column_blocks))
+        assert not (arguments.dw_partials or arguments.db_partials) or sums
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_a_single_walker_meets_nobody(monkeypatch: pytest.MonkeyPatch, device: FakeDevice, sums: bool) -> None:
+    """A gang that takes all multiprocessors: its sums are dw. Where memory is slow it counts its steps, but only if dx
+    alone is wanted: counters lie in a meeting's memory, and with sums who has that meets."""
+    for attribute, value in ((36, 2619000), (37, 5120)):  # an H100's
+        monkeypatch.setitem(ATTRIBUTES, attribute, value)
+    monkeypatch.setattr(device.cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 1)
+    x, dy = (device.array((20, 524288)) for _ in range(2))
+    cupynorm.rmsnorm_backward(x, device.array((524288,)), dy, device.array((20,)), output_mask=(True, sums))
+    (launch,) = device.launched
+    arguments = launch.named()
+    assert arguments.partial_rows == 1
+    assert "GANG=1" in launch.definitions
+    assert (arguments.lead > 0, bool(arguments.meeting)) == (not sums, not sums)
+    assert bool(arguments.dw) == sums
+    assert not arguments.dw_partials
 
 
 def test_no_rows_launch_nothing(device: FakeDevice) -> None:
@@ -874,14 +903,17 @@ def test_other_foreign_arrays_take_the_way_through_capsules(device: FakeDevice, 
     ],
 )
 def test_which_kernel_of_two(device: FakeDevice, rows: int, mask: tuple[bool, bool], alone: bool) -> None:
-    """Walkers that sum columns have one, those that write dx alone, and column blocks, the other."""
+    """Walkers that sum columns have one, those that write dx alone, and column blocks, the other. That is compiled to
+    keep pace for calls that want dx alone."""
     arrays = {name: device.array((rows, 4096)) for name in ("x", "dy")}
     arrays |= {"w": device.array((4096,)), "rstd": device.array((rows,))}
     cupynorm.rmsnorm_backward(**arrays, output_mask=mask)
     launch = device.launched[-1]
     assert ("DX_ALONE=1" in launch.definitions) == alone
-    assert not (alone and "PACED=1" in launch.definitions)
-    assert bool(launch.named().meeting or launch.named().dw_partials) == (not alone)
+    dx_alone = mask == (True, False)
+    assert ("PACED=1" in launch.definitions) == (dx_alone or not alone)
+    assert bool(launch.named().meeting) == (dx_alone or not alone)
+    assert bool(launch.named().dw_partials) == (not alone)
 
 
 @pytest.mark.parametrize("answer", [0, 912])

@@ -93,16 +93,20 @@ class Backward:
         # themselves, where these have its type and alignment. Else the direct and split kernels narrow it; the staged
         # kernel has no code for that, and holds a meeting of one.
         sums = (problem.want_dw or problem.want_db) and not column_blocks
-        if config.route == "staged" and not sums:
-            main = _staged_launch(config, config.dx_alone_definitions)
+        if column_blocks:
+            assert config.column_blocks_definitions is not None
+            main = _staged_launch(config, config.column_blocks_definitions)
         apart = sums and (sums_offset != 0 or problem.narrows_sums)
         reduces = sums and (walkers > 1 or (apart and config.route == "staged"))
         itemsize = problem.compute_dtype.itemsize
         partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize if reduces or apart else 0
         sums_bytes = problem.rows * config.slabs * 2 * itemsize if split and problem.want_dx else 0
         parts_bytes = choose.column_parts_bytes(config, problem, column_blocks, column_threads, row_parts)
+        # A single walker's sums need no meeting, where the counters would lie.
+        paces = reduces or not (problem.want_dw or problem.want_db)
+        lead, step_counters = choose.pace(config, problem.rows, walkers) if paces else (0, 1)
         self._workspace = _Workspace(
-            choose.STEP_COUNTERS_BYTES if parts_bytes else choose.meeting_bytes(blocks) if reduces else 0,
+            choose.meeting_bytes(blocks) if reduces else choose.STEP_COUNTERS_BYTES if parts_bytes or lead else 0,
             partials_bytes if problem.want_dw else 0,
             partials_bytes if problem.want_db else 0,
             sums_bytes or parts_bytes,
@@ -142,7 +146,8 @@ class Backward:
             column_threads,
             column_blocks,
             row_parts,
-            *(choose.pace(config, problem.rows, walkers) if reduces else (0, 1)),
+            lead,
+            step_counters,
             choose.reads_once(problem) and not column_blocks,  # these read what the walkers have read
             choose.turn_of_rows(config, problem),
         )
@@ -357,12 +362,14 @@ def _fitting(
 
 
 def _backward_main(config: choose.BackwardConfig) -> Launch:
-    """The kernel that sums dw and db. Another M may have launches that do not: their kernels are made now, too."""
+    """The kernel for many rows. Those that another M may take, of column blocks and of few rows, are made now, too."""
     if config.route == "staged":
-        others = [("backward_staged", config.dx_alone_definitions)]
+        kernels = [("backward_staged", config.definitions)]
+        if config.column_blocks_definitions:
+            kernels.append(("backward_staged", config.column_blocks_definitions))
         if few := choose.few_rows_definitions(config):
-            others.append(("backward_few_rows", few))
-        _load(cupy.cuda.runtime.getDevice(), ("backward_staged", config.definitions), *others)
+            kernels.append(("backward_few_rows", few))
+        _load(cupy.cuda.runtime.getDevice(), *kernels)
         return _staged_launch(config, config.definitions)
     name = "backward_split_apply" if config.route == "split" else "backward_direct"
     main = kernel(f"backward_{config.route}.cu", name, config.definitions)

@@ -28,6 +28,7 @@ from .common import (
     compute_name,
     counts_to_try,
     divide_up,
+    for_dx_alone,
     groups_in_block,
     have_gaps,
     in_whole_warps,
@@ -166,7 +167,8 @@ def backward_config(problem: NormProblem, aligned: bool, device: Device) -> Back
     outer_bytes = _column_sums_bytes(problem, per_thread)
 
     if device.has_clusters and (staged := _staged(problem, vector > 1, definitions, device)):
-        return staged
+        sums = problem.want_dw or problem.want_db
+        return staged if sums else staged._replace(definitions=for_dx_alone(staged.definitions))
     if problem.columns <= WARP * per_thread:
         choice = staged_choice(x, dy, vector > 1, 1, device)
         parts = part_of_warp_lanes(x, vector > 1, choice, device)
@@ -356,7 +358,7 @@ def _staged_config(
         parts = (name, problem.x_row_stride), (dy_name, problem.dy_row_stride)
         step_bytes = sum(part_bytes(part, vector, (groups - 1) * stride + slab) for part, stride in parts)
         long = at_least(least_steps, groups, usual_clusters(cluster, device) * blocks)
-        keeps_pace = paced and long and (problem.want_dw or problem.want_db)  # where they meet
+        keeps_pace = paced and long
         too_large = limited and blocks * STAGED_LEAST_STAGES * step_bytes > STAGED_MOST_RING_BYTES
         too_many = groups > 1 and threads > most_threads(keeps_pace)
         if (too_large or too_many) and (groups, blocks) != pairs[-1]:

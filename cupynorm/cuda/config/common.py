@@ -14,6 +14,7 @@ CLUSTERS = (1, 2, 4, 8, 16)
 STAGED_MOST_TEAMS = 4  # kMaxTeams
 STAGED_MAX_THREADS = 256  # kMaxThreads of staged.cuh: what leaves a thread the registers that it needs
 STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
+DX_ALONE = "DX_ALONE=1"  # a definition of backward_staged.cu
 
 # Columns a thread where a row takes whole warps, by whether in vectors and by the arithmetic's type. Several, so that
 # rows of any length fill the lanes of 1, 2, 4 or 8 warps; more of single columns, for which lanes without one take as
@@ -109,9 +110,9 @@ class BackwardConfig(NamedTuple):
         return self.threads // self.group_threads
 
     @property
-    def dx_alone_definitions(self) -> tuple[str, ...]:
-        """Of the staged kernel for launches whose walkers write dx alone: these keep no pace."""
-        return for_dx_alone(self.definitions)
+    def column_blocks_definitions(self) -> tuple[str, ...] | None:
+        """Of the staged kernel for launches in which column blocks sum dw and db; None where nobody wants these."""
+        return None if DX_ALONE in self.definitions else for_column_blocks(self.definitions)
 
     @property
     def per_thread(self) -> int:
@@ -338,7 +339,12 @@ def staged_definitions(
 
 
 def for_dx_alone(definitions: tuple[str, ...]) -> tuple[str, ...]:
-    return (*(text for text in definitions if text != "PACED=1"), "DX_ALONE=1")
+    return (*definitions, DX_ALONE)
+
+
+def for_column_blocks(definitions: tuple[str, ...]) -> tuple[str, ...]:
+    """The walkers beside these write dx alone, in few steps: they keep no pace."""
+    return for_dx_alone(tuple(text for text in definitions if text != "PACED=1"))
 
 
 def part_definitions(part: bool, turned: bool = False) -> tuple[str, ...]:

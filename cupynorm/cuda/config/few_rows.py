@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ...problem import NormProblem
 from .column_blocks import COLUMN_BLOCKS, SECTOR_BYTES
 from .common import (
+    DX_ALONE,
     ITEMSIZE,
     STAGED_MAX_THREADS,
     WARP,
@@ -88,7 +89,7 @@ def few_rows_definitions(config: BackwardConfig) -> tuple[str, ...] | None:
 
 def few_rows_definitions_of(definitions: tuple[str, ...], own: int) -> tuple[str, ...]:
     """Where backward_staged.cu has these, and a thread so many vectors of a row."""
-    kept = (text for text in definitions if text not in ("PACED=1", "ROW_GAPS=1"))
+    kept = (text for text in definitions if text not in ("PACED=1", "ROW_GAPS=1", DX_ALONE))
     layout = FEW_ROWS_ARGUMENTS[compute_name(_types(definitions)[0])]
     return (*kept, f"VECTORS_A_THREAD={own}", f"FEW_ROWS_{argument_bytes(layout)}")
 
@@ -108,14 +109,14 @@ def few_rows_blocks(config: BackwardConfig, problem: NormProblem, aligned_sums: 
 
     It pays where all of its blocks run at the same time (an H100, 64x4096 6.7 → 6.2 us, 192x2048 6.8 → 6.5, but
     264x2048 7.2 → 8.9). Blocks of which a thread has two or four vectors count as often. Of more rows, of 16-bit types
-    in whole warps, with dw or db, a thread has all vectors of one of backward_staged.cu (LayerNorm, 69x4096 6.9 → 6.4,
-    126x4096 7.6 → 7.3). Rows of a warp or less: of a column block's thread at most FEW_ROWS_SUMMED.
+    in whole warps, a thread has all vectors of one of backward_staged.cu (LayerNorm, 69x4096 6.9 → 6.4, 126x4096 7.6 →
+    7.3; dx alone, 200x4096 8.0 → 7.7). Rows of a warp or less: of a column block's thread at most FEW_ROWS_SUMMED.
     """
     split = _split(config)
     if split is None or not problem.want_dx or problem.rows > _most_threads(config.per_thread) * device.multiprocessors:
         return None
     found = _fitting(split, config, problem, aligned_sums, device)
-    if found or split.whole or not _has_both(config) or not (problem.want_dw or problem.want_db):
+    if found or split.whole or not _has_both(config):
         return found
     whole = _Split(split.vector, config.per_thread // split.vector, config.group_threads, whole=True)
     return _fitting(whole, config, problem, aligned_sums, device)

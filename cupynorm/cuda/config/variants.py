@@ -31,6 +31,7 @@ from .common import (
     Kind,
     columns_per_thread,
     compute_name,
+    for_column_blocks,
     for_dx_alone,
     staged_choice,
     staged_definitions,
@@ -87,7 +88,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         if may_form_gangs(x, dy, vector, device):
             summing.append(Variant("backward_staged.cu", ("backward_staged",), (*definitions, *gang_definitions())))
         yield from summing
-        for alone in sorted({for_dx_alone(variant.definitions) for variant in summing}):
+        kinds = product((for_dx_alone, for_column_blocks), summing)
+        for alone in sorted({of_kind(variant.definitions) for of_kind, variant in kinds}):
             yield Variant("backward_staged.cu", ("backward_staged",), alone)
         for few in sorted({few for variant in summing for few in _few_rows_definitions(variant.definitions)}):
             yield Variant("backward_few_rows.cu", ("backward_few_rows",), few)
