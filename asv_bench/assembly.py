@@ -137,7 +137,13 @@ def kernels_of(row: Row) -> tuple[Kernel, ...]:
     if case.backward:
         arrays = {"x": x, "w": w, "dy": x, "mean": mean if layernorm else None, "rstd": mean, "dresidual_out": None}
         found = problem.backward_problem(
-            case.norm, arrays, (None,) * 3, has_bias=layernorm, weight_offset=0.0, output_mask=None, accumulate=False
+            case.norm,
+            arrays,
+            (None,) * 3,
+            has_bias=layernorm,
+            weight_offset=0.0,
+            output_mask=row.output_mask,
+            accumulate=False,
         )
         backward = config.backward_config(found, row.aligned, device)
         kernels = [(f"backward_{backward.route}.cu", backward.definitions)]

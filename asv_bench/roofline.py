@@ -28,7 +28,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,12 @@ class Row:
     case: bench.Case
     gap: int = 0
     start: int = 0
+    dx_alone: bool = False
+
+    @property
+    def output_mask(self) -> tuple[bool, ...] | None:
+        """The argument of that name, of a backward function."""
+        return (True, *(False for _ in self.case.output_names[1:])) if self.dx_alone else None
 
     @property
     def data_bytes(self) -> int:
@@ -77,7 +83,8 @@ class Row:
 
     @property
     def layout(self) -> str:
-        return f"stride N+{self.gap}, start {self.start}" if self.gap or self.start else "dense"
+        layout = f"stride N+{self.gap}, start {self.start}" if self.gap or self.start else "dense"
+        return f"{layout}, dx alone" if self.dx_alone else layout
 
 
 def rows_for(megabytes: float, columns: int, itemsize: int) -> int:
@@ -144,7 +151,9 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
 
 def rows_of_set(name: str, options: argparse.Namespace) -> Iterator[Row]:
     ending, rows = SETS[name]
-    return (row for op in options.ops if op.endswith(ending) for row in rows(op, options))
+    for op in options.ops:
+        if op.endswith(ending) and (op.endswith("_backward") or not options.dx_alone):
+            yield from (replace(row, dx_alone=options.dx_alone) for row in rows(op, options))
 
 
 def inputs_of(row: Row, xp: Any) -> dict[str, Any]:
@@ -152,7 +161,7 @@ def inputs_of(row: Row, xp: Any) -> dict[str, Any]:
     inputs = bench.make_inputs(row.case, xp)
     if row.gap or row.start:
         inputs |= {name: spread(inputs[name], row, xp) for name in ("x", "dy") if name in inputs}
-    return inputs
+    return inputs | ({"output_mask": row.output_mask} if row.dx_alone else {})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -263,6 +272,8 @@ def add_row_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--w-dtype", type=cli.dtype, help="default: float32, float64 with float64")
     words = "so many elements lie between rows of x and dy in the sets sizes and forward"
     parser.add_argument("--gap", type=columns, default=0, metavar="ELEMENTS", help=words)
+    words = "backward calls that want neither dw nor db, whose bytes T counts nevertheless"
+    parser.add_argument("--dx-alone", action="store_true", help=words)
 
 
 if __name__ == "__main__":

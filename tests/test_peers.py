@@ -177,6 +177,9 @@ def test_sets() -> None:
     assert {row.case.columns for row in rooflines_rows("--set", "all", "--only", "4096")} == {4096}
     apart = rooflines_rows("--set", "sizes,forward", "--gap", "64")
     assert [replace(row, gap=0) for row in apart] == rooflines_rows("--set", "sizes,forward")
+    alone = rooflines_rows("--set", "sizes,forward", "--dx-alone")
+    assert [replace(row, dx_alone=False) for row in alone] == rooflines_rows("--set", "sizes")
+    assert {row.output_mask for row in alone} == {(True, False), (True, False, False)}
     assert {row.layout for row in apart} == {"stride N+64, start 0"}
     for name in ("sizes", "dtypes", "odd", "forward"):
         megabytes = {

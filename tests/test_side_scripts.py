@@ -186,6 +186,7 @@ def test_what_trees_compile_to(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ["--set", "forward", "--only", "256,1001,4096,9999,16384"],
         ["--set", "sizes,forward", "--dtype", "float64", "--only", "512,4096,65536"],
         ["--set", "sizes,forward", "--w-dtype", "bfloat16", "--only", "1024,8191"],
+        ["--set", "sizes,odd", "--dx-alone", "--only", "384,1024,4096"],
     ],
 )
 def test_the_kernel_of_a_row_is_the_one_that_its_call_launches(
@@ -216,7 +217,8 @@ def test_the_kernel_of_a_row_is_the_one_that_its_call_launches(
         statistics = ("mean", "rstd") if case.norm == "layernorm" else ("rstd",)
         statistic = "float64" if case.dtype == np.float64 else "float32"
         if case.backward:
-            inputs |= {"dy": x} | {name: device.array((case.rows,), statistic) for name in statistics}
+            inputs |= {"dy": x, "output_mask": row.output_mask}
+            inputs |= {name: device.array((case.rows,), statistic) for name in statistics}
         elif case.norm == "layernorm":
             inputs["b"] = inputs["w"]
         asked.clear()
