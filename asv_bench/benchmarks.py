@@ -162,6 +162,13 @@ def bandwidth_with_gaps(cupy: Any, op: str, columns: int, megabytes: int) -> Fig
     return figures_of(bench.measure_case(case, inputs, xp=cupy))
 
 
+def bandwidth_of_dx_alone(cupy: Any, op: str, columns: int, megabytes: int) -> Figures:
+    """dw and db are not wanted, but their bytes are counted."""
+    case = bench.case(op, rows_of(columns, megabytes), columns, "bfloat16", "float32")
+    mask = (True, False, False)[: len(case.output_names)]
+    return figures_of(bench.measure_case(case, bench.make_inputs(case, cupy) | {"output_mask": mask}, xp=cupy))
+
+
 class _Measured:
     """Takes a case's figures out of what `setup_cache` measured."""
 
@@ -242,6 +249,30 @@ class CudaGaps(_Measured):
         return self.figures["fraction"]
 
     @shown("Rows with gaps on CUDA: time", "us")
+    def track_microseconds(self, *_: Any) -> float:
+        return self.figures["us"]
+
+
+class CudaDxAlone(_Measured):
+    """bfloat16 x with float32 w, where neither dw nor db is wanted."""
+
+    params = cases(BACKWARD, [1024, 4096, 16384], [6, 100, 1000])
+    param_names = ("op", "N", "data MB")
+
+    def setup_cache(self) -> Cache:
+        return on_cuda(self.params, bandwidth_of_dx_alone)
+
+    setup_cache.timeout = SETUP_SECONDS  # type: ignore[attr-defined]
+
+    @shown("dx alone on CUDA: bandwidth", "GB/s")
+    def track_gbps(self, *_: Any) -> float:
+        return self.figures["GB/s"]
+
+    @shown("dx alone on CUDA: fraction of z = x + dy", "of triad")
+    def track_fraction(self, *_: Any) -> float:
+        return self.figures["fraction"]
+
+    @shown("dx alone on CUDA: time", "us")
     def track_microseconds(self, *_: Any) -> float:
         return self.figures["us"]
 

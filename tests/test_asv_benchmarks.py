@@ -90,7 +90,7 @@ def tracks(each: type) -> list[Any]:
 
 def test_everything_has_a_name_a_unit_and_named_parameters(benchmarks: ModuleType) -> None:
     names = [track.pretty_name for each in classes(benchmarks) for track in tracks(each)]
-    assert len(names) == len(set(names)) == 22
+    assert len(names) == len(set(names)) == 25
     for each in classes(benchmarks):
         assert len(getattr(each, "params", ())) == len(getattr(each, "param_names", ())), each
         for track in tracks(each):
@@ -113,7 +113,7 @@ def test_quick_leaves_one_case_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("stand_in")
 def test_every_case_gets_its_figures(benchmarks: ModuleType) -> None:
     measured = [each for each in classes(benchmarks) if hasattr(each, "setup_cache")]
-    assert len(measured) == 8
+    assert len(measured) == 9
     for each in measured:
         cache = each().setup_cache()  # type: ignore[attr-defined]
         keys = list(itertools.product(*each.params))  # type: ignore[attr-defined]
@@ -123,6 +123,19 @@ def test_every_case_gets_its_figures(benchmarks: ModuleType) -> None:
             instance.setup(cache, *key)  # type: ignore[misc]
             for track in tracks(each):
                 assert track(instance, cache, *key) > 0
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_dx_alone_is_all_that_is_wanted(benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, seen = bench.call, []
+    monkeypatch.setattr(bench, "call", lambda case, inputs: seen.append(call(case, inputs)))
+    for op in ("layernorm_backward", "rmsnorm_backward"):
+        seen.clear()
+        benchmarks.bandwidth_of_dx_alone(np, op, 128, 1)
+        assert seen
+        for dx, *others in seen:
+            assert dx.shape == (8, 128)
+            assert others == [None] * (2 if op == "layernorm_backward" else 1)
 
 
 @pytest.mark.usefixtures("stand_in")
