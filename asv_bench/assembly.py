@@ -147,11 +147,12 @@ def kernels_of(row: Row) -> tuple[Kernel, ...]:
         )
         backward = config.backward_config(found, row.aligned, device)
         kernels = [(f"backward_{backward.route}.cu", backward.definitions)]
-        names = "column_blocks_definitions", "dx_alone_definitions"  # as older trees have it, or not at all,
+        # Older trees have another name for it, or none, and no kernel for few rows.
+        names = "column_blocks_definitions", "dx_alone_definitions"
         beside = next((getattr(backward, name) for name in names if hasattr(backward, name)), None)
         if backward.route == "staged" and beside:
             kernels.append(("backward_staged.cu", beside))
-        few_rows = getattr(config, "few_rows_definitions", lambda _: None)(backward)  # as this
+        few_rows = getattr(config, "few_rows_definitions", lambda _: None)(backward)
         if few_rows:
             kernels.append(("backward_few_rows.cu", few_rows))
         return tuple(kernels)

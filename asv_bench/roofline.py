@@ -20,6 +20,8 @@ The sets:
     odd       N that is odd, and rows at odd strides or starts, with data of 100 MB and 1 GB (--sizes)
     small     data under 25 MB, down to one row
     forward   both forward passes, the same N, with data of 100 MB and 1 GB (--sizes)
+
+With --dx-alone the backward passes are asked for dx alone; T counts what they would write of dw and db, too.
 """
 
 from __future__ import annotations

@@ -1673,7 +1673,7 @@ def test_rows_of_24_columns_a_thread_have_larger_blocks_where_pace_is_kept(colum
 @pytest.mark.parametrize("rows", [1 << 20, 4096, 100])
 @pytest.mark.parametrize("columns", [384, 768, 1536, 3072, 6144, 12288, 32768, 262144])
 def test_calls_for_dx_alone_have_the_blocks_of_others(columns, rows):
-    """They keep pace, too, by a kernel that has no column blocks."""
+    """They keep pace, too, by a kernel of their own, beside which there is none for column blocks."""
     problem = backward(columns, "bfloat16", "bfloat16", rows, "rmsnorm")
     one, other = (
         config.backward_config(replace(problem, want_dw=want_dw), True, DEVICES["sm_90"]) for want_dw in (True, False)

@@ -131,6 +131,7 @@ def without_kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         (9, 1024, ("bfloat16", "", "float64"), 0),
         (9, 1001, ("float32", "", "bfloat16"), 0),
         (5, 256, ("float64", "", "bfloat16"), 0),
+        (600, 8, ("float64", "bfloat16", "float32"), 0),  # by single columns
         (7, 640, ("float64", "", "float64"), 0),
         (70, 512, ("bfloat16", "", "float32"), 40),
         (90, 128, ("bfloat16", "", "bfloat16"), 8),
@@ -497,12 +498,18 @@ def test_where_memory_is_slow(
     ("rows", "columns"),
     [(4001, 128), (1999, 512), (1011, 768), (1012, 768), (900, 1024), (901, 1024), (203, 4096), (101, 7168)],
 )
-def test_who_keeps_pace_leaves_counters_of_zero(small_device: KernelsOnCpu, norm: str, rows: int, columns: int) -> None:
-    """Every step is counted, in each place, of walks of even lengths and odd ones; else the next launch waits."""
+@pytest.mark.parametrize("sums", [True, False])
+def test_who_keeps_pace_leaves_counters_of_zero(
+    small_device: KernelsOnCpu, norm: str, rows: int, columns: int, sums: bool
+) -> None:
+    """Every step is counted, in each place, of walks of even lengths and odd ones; else the next launch waits. Also
+    where dx alone is wanted, and walkers do not meet."""
     tensors = make_case(np, case_of(norm, rows, columns))
-    results = backward(norm, on_device(small_device, tensors), has_bias=norm == "layernorm")
+    mask = (True, sums, sums) if norm == "layernorm" else (True, sums)
+    results = backward(norm, on_device(small_device, tensors), has_bias=norm == "layernorm", output_mask=mask)
     arguments = small_device.launched[-1].named()
     assert arguments.lead > 0
+    assert ("DX_ALONE=1" in small_device.launched[-1].definitions) != sums
     run(small_device, results, "backward_staged")
     counters = (ctypes.c_char * config.STEP_COUNTERS_BYTES).from_address(arguments.meeting)
     assert not any(bytes(counters))

@@ -527,6 +527,20 @@ def test_few_rows_write_what_is_wanted(device: FakeDevice, rows: int, mask: tupl
     assert launch.kernel == ("backward_few_rows" if mask[0] else "backward_staged")
 
 
+@pytest.mark.parametrize("dy", ["float16", "bfloat16"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_rows_of_one_vector_are_taken_by_single_columns(device: FakeDevice, norm: str, dy: str) -> None:
+    """A block of backward_few_rows.cu would have 256 of them, which its arguments have no room for; whatever M."""
+    for rows in (1, 512, 513, 600, 1024, 1025, 100_000):
+        x, statistic = device.array((rows, 8), "float64"), device.array((rows,), "float64")
+        statistics = [statistic] * (2 if norm == "layernorm" else 1)
+        getattr(cupynorm, f"{norm}_backward")(x, None, device.array((rows, 8), DTYPES[dy]), *statistics)
+        launch = device.launched[-1]
+        assert launch.kernel == "backward_staged"
+        assert "VECTOR=0" in launch.definitions
+        assert launch.named().rows == rows
+
+
 @pytest.mark.parametrize(("w", "offset", "alone"), [
     ("float32", 0, True), ("float16", 0, True), ("float64", 0, False), ("bfloat16", 0, False), ("float32", 4, False),
 ])  # fmt: skip
@@ -984,10 +998,10 @@ def test_nvrtc_is_ready_before_two_threads_need_it(device: FakeDevice, monkeypat
     module.prepare.cache_clear()
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("rows", [(3, 6000), (6000, 3)])
+@pytest.mark.parametrize(("direction", "kernels"), [("forward", 2), ("backward", 3), ("dx alone", 2)])
+@pytest.mark.parametrize("rows", [(3, 6000, 100_000), (100_000, 6000, 3)])
 def test_another_number_of_rows_needs_no_other_kernel(
-    device: FakeDevice, direction: str, rows: tuple[int, int]
+    device: FakeDevice, direction: str, kernels: int, rows: tuple[int, ...]
 ) -> None:
     asked = []
     for m in rows:
@@ -995,12 +1009,13 @@ def test_another_number_of_rows_needs_no_other_kernel(
         if direction == "forward":
             cupynorm.layernorm_forward(x, w, w)
         else:
-            cupynorm.layernorm_backward(x, w, x, statistic, statistic)
+            mask = (True, False, False) if direction == "dx alone" else None
+            cupynorm.layernorm_backward(x, w, x, statistic, statistic, output_mask=mask)
         asked.append(set(device._kernels))
-    first, both = asked
-    assert first == both
-    launched = {launch.kernel for launch in device.launched}
-    assert launched == {f"{direction}_few_rows", f"{direction}_staged"}
+    assert asked == [asked[0]] * len(rows)
+    assert len(asked[0]) == kernels
+    name = "forward" if direction == "forward" else "backward"
+    assert {launch.kernel for launch in device.launched} == {f"{name}_few_rows", f"{name}_staged"}
 
 
 @pytest.mark.parametrize("names", ["a", "ab", "abc"])
