@@ -181,6 +181,28 @@ class _Measured:
         self.figures = figures
 
 
+def tracked(title: str) -> Callable[[type[_Measured]], type[_Measured]]:
+    """Gives a class the three figures of `figures_of`, each with a name of its own in asv's pages."""
+
+    def add(kind: type[_Measured]) -> type[_Measured]:
+        for name, words, unit, key in (
+            ("track_gbps", "bandwidth", "GB/s", "GB/s"),
+            ("track_fraction", "fraction of z = x + dy", "of triad", "fraction"),
+            ("track_microseconds", "time", "us", "us"),
+        ):
+
+            @shown(f"{title}: {words}", unit)
+            def track(self: _Measured, *_: Any, key: str = key) -> float:
+                return self.figures[key]
+
+            track.__name__ = name
+            setattr(kind, name, track)
+        return kind
+
+    return add
+
+
+@tracked("Backward on CUDA")
 class CudaBackward(_Measured):
     """bfloat16 x with float32 w, by row length and by data: three tensors of the size of x."""
 
@@ -192,19 +214,8 @@ class CudaBackward(_Measured):
 
     setup_cache.timeout = SETUP_SECONDS  # type: ignore[attr-defined]
 
-    @shown("Backward on CUDA: bandwidth", "GB/s")
-    def track_gbps(self, *_: Any) -> float:
-        return self.figures["GB/s"]
 
-    @shown("Backward on CUDA: fraction of z = x + dy", "of triad")
-    def track_fraction(self, *_: Any) -> float:
-        return self.figures["fraction"]
-
-    @shown("Backward on CUDA: time", "us")
-    def track_microseconds(self, *_: Any) -> float:
-        return self.figures["us"]
-
-
+@tracked("Forward on CUDA")
 class CudaForward(_Measured):
     """bfloat16 x with float32 w, by row length and by data."""
 
@@ -216,19 +227,8 @@ class CudaForward(_Measured):
 
     setup_cache.timeout = SETUP_SECONDS  # type: ignore[attr-defined]
 
-    @shown("Forward on CUDA: bandwidth", "GB/s")
-    def track_gbps(self, *_: Any) -> float:
-        return self.figures["GB/s"]
 
-    @shown("Forward on CUDA: fraction of z = x + dy", "of triad")
-    def track_fraction(self, *_: Any) -> float:
-        return self.figures["fraction"]
-
-    @shown("Forward on CUDA: time", "us")
-    def track_microseconds(self, *_: Any) -> float:
-        return self.figures["us"]
-
-
+@tracked("Rows with gaps on CUDA")
 class CudaGaps(_Measured):
     """bfloat16 x with float32 w, with gaps between the rows of x and dy."""
 
@@ -240,19 +240,8 @@ class CudaGaps(_Measured):
 
     setup_cache.timeout = SETUP_SECONDS  # type: ignore[attr-defined]
 
-    @shown("Rows with gaps on CUDA: bandwidth", "GB/s")
-    def track_gbps(self, *_: Any) -> float:
-        return self.figures["GB/s"]
 
-    @shown("Rows with gaps on CUDA: fraction of z = x + dy", "of triad")
-    def track_fraction(self, *_: Any) -> float:
-        return self.figures["fraction"]
-
-    @shown("Rows with gaps on CUDA: time", "us")
-    def track_microseconds(self, *_: Any) -> float:
-        return self.figures["us"]
-
-
+@tracked("dx alone on CUDA")
 class CudaDxAlone(_Measured):
     """bfloat16 x with float32 w, where neither dw nor db is wanted."""
 
@@ -264,19 +253,8 @@ class CudaDxAlone(_Measured):
 
     setup_cache.timeout = SETUP_SECONDS  # type: ignore[attr-defined]
 
-    @shown("dx alone on CUDA: bandwidth", "GB/s")
-    def track_gbps(self, *_: Any) -> float:
-        return self.figures["GB/s"]
 
-    @shown("dx alone on CUDA: fraction of z = x + dy", "of triad")
-    def track_fraction(self, *_: Any) -> float:
-        return self.figures["fraction"]
-
-    @shown("dx alone on CUDA: time", "us")
-    def track_microseconds(self, *_: Any) -> float:
-        return self.figures["us"]
-
-
+@tracked("Backward on CUDA, single shapes")
 class CudaCases(_Measured):
     """Backward on single shapes: PyTorch's and Triton's own, other dtypes, odd N, one row."""
 
@@ -307,18 +285,6 @@ class CudaCases(_Measured):
         return on_cuda(self.params, bandwidth_of_case)
 
     setup_cache.timeout = SETUP_SECONDS  # type: ignore[attr-defined]
-
-    @shown("Backward on CUDA, single shapes: bandwidth", "GB/s")
-    def track_gbps(self, *_: Any) -> float:
-        return self.figures["GB/s"]
-
-    @shown("Backward on CUDA, single shapes: fraction of z = x + dy", "of triad")
-    def track_fraction(self, *_: Any) -> float:
-        return self.figures["fraction"]
-
-    @shown("Backward on CUDA, single shapes: time", "us")
-    def track_microseconds(self, *_: Any) -> float:
-        return self.figures["us"]
 
 
 # --- what a call costs beside bandwidth -------------------------------------------------------------------

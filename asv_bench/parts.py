@@ -158,8 +158,9 @@ def altered(part: Part) -> Iterator[Path]:
 
 def both_us(case: bench.Case, inputs: dict[str, Any], cupy: Any) -> list[float]:
     """Of the call, and of one that asks for dx alone."""
-    alone = (True, False, False)[: 3 if case.has_bias else 2]
-    masks = ({}, {"output_mask": alone})
+    from roofline import Row
+
+    masks = ({}, {"output_mask": Row(case, dx_alone=True).output_mask})
     return [bench.time_call(lambda mask=mask: bench.call(case, inputs | mask), cupy) * 1e6 for mask in masks]
 
 
