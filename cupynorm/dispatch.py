@@ -127,13 +127,6 @@ def plan_of(operation: Operation, layouts: tuple[Layout | None, ...], *options: 
     return Plan(operation, problem, specs, len(returned))
 
 
-def _takes_single_columns(problem: NormProblem) -> bool:
-    """Rows of one vector, which no thread shares (x of float64, dy of 16 bits, N = 8), go as rows off 16 bytes do: of
-    few, a block of backward_few_rows.cu would have up to 256, and its argument for that ends at 255."""
-    dy_dtype = problem.dy_dtype
-    return problem.columns == 8 and problem.x_dtype.itemsize == 8 and dy_dtype is not None and dy_dtype.itemsize == 2
-
-
 def _spec_of(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: Any, *others: Any) -> ArraySpec:
     if strides is None:
         strides = contiguous_strides(shape, dtype.itemsize)
@@ -276,6 +269,5 @@ class Plan:
             )
 
         if self.problem.direction == "backward":
-            of_rows = offset("x", "w", "dy", "dx") or _takes_single_columns(self.problem)
-            return launch.Backward(self.problem, of_rows, offset("dw", "db"))
+            return launch.Backward(self.problem, offset("x", "w", "dy", "dx"), offset("dw", "db"))
         return launch.Forward(self.problem, offset("x", "w", "b", "y"))

@@ -35,13 +35,13 @@ struct FewRowsArguments {
     int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
     unsigned rows, columns;
     unsigned row_blocks;        // the first, that write dx
-    unsigned char block_rows;   // of each of these
-    unsigned char log2_lanes;   // of a warp of backward_staged.cu, that would share a row
-    unsigned char warps;        // of its warps, likewise
-    unsigned char w_code;       // ElementCode: x's type or the arithmetic's (widen_w.cu)
+    unsigned short block_rows;  // of each of these, up to 256
+    unsigned char log2_lanes;   // lanes that share a row in backward_staged.cu,
+    unsigned char warps;        // and warps
     Compute reciprocal_columns;
     bool whole_threads;         // kHasBoth
-    unsigned char dw_code;      // ElementCode, of dw and db
+    unsigned char w_code;       // ElementCode: x's type or the arithmetic's (widen_w.cu)
+    unsigned short dw_code;     // ElementCode, of dw and db
     unsigned short column_threads, row_threads;  // of the blocks behind; 0: these have a single row's dw and db
     unsigned short column_blocks;                // how many these are
 

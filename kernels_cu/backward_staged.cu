@@ -191,7 +191,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     w_ahead.wait();
     w.load(w_ahead.source, a.w_code, own);
     ring.start_others<kFirstSteps>(walk, x_part, dy_part);
-    if constexpr (kSumsColumns) __syncthreads();  // where w was copied to, the column sums' second level lies
+    // Where w was copied to, the column sums' second level lies. And where walkers keep pace what one warp wrote for that, and of
+    // sources, is read by others, which in clusters have met by a barrier that orders nothing else.
+    if constexpr (kSumsColumns || (PACED && kClustered)) __syncthreads();
 
     X* dx = a.dx + first_row * a.dx_row_stride + share.first_column + own.first;
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);

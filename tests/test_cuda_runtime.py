@@ -253,11 +253,16 @@ def test_pace(
     x, dy = (random.standard_normal(shape, np.float32).astype(DTYPES[dtype]) for _ in range(2))
     w = random.standard_normal(columns, np.float32)
 
-    def results(out: Any = (None,) * 10) -> tuple[Any, ...]:
+    def results(out: Any = (None,) * 12) -> tuple[Any, ...]:
         rmsnorm = cupynorm.rmsnorm_forward(x, w, out=out[:2])
-        gradients = cupynorm.rmsnorm_backward(x, w, dy, rmsnorm[1], out=out[2:4])
-        layernorm = cupynorm.layernorm_forward(x, w, out=out[4:7])
-        return (*rmsnorm, *gradients, *layernorm, *cupynorm.layernorm_backward(x, w, dy, *layernorm[1:], out=out[7:]))
+        gradients = cupynorm.rmsnorm_backward(x, w, dy, rmsnorm[1], out=out[5:7])
+        layernorm = cupynorm.layernorm_forward(x, w, out=out[2:5])
+        gradients += cupynorm.layernorm_backward(x, w, dy, *layernorm[1:], out=out[7:10])
+        dx_alone: dict[str, Any] = {"output_mask": (True, False), "out": (out[10], None)}
+        gradients += cupynorm.rmsnorm_backward(x, w, dy, rmsnorm[1], **dx_alone)[:1]
+        dx_alone = {"output_mask": (True, False, False), "out": (out[11], None, None)}
+        gradients += cupynorm.layernorm_backward(x, w, dy, *layernorm[1:], **dx_alone)[:1]
+        return (*rmsnorm, *layernorm, *gradients)
 
     monkeypatch.setattr(config, "pace", lambda *given: (0, keep(*given)[1]))
     of_memory(slow)
@@ -288,6 +293,7 @@ def test_pace(
             may = slow or bool(closest) or columns not in PACE_GANGS
             assert (asked[1][0] > 0) == (may and columns != 1001)  # of RMSNorm's backward pass
             assert (asked[3][0] > 0) == (may and columns in LAYERNORM_KEEPS_PACE[dtype])
+            assert [lead > 0 for lead, _ in asked[4:]] == [may and columns != 1001] * 2  # dx alone
             assert {lead for lead, _ in asked} <= {0, closest} or not closest
         assert_a_graph_gives(streams[0], lambda: results(outputs[0]), outputs[0], expected)
     dispatch.plan_of.cache_clear()

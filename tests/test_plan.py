@@ -529,16 +529,15 @@ def test_few_rows_write_what_is_wanted(device: FakeDevice, rows: int, mask: tupl
 
 @pytest.mark.parametrize("dy", ["float16", "bfloat16"])
 @pytest.mark.parametrize("norm", NORMS)
-def test_rows_of_one_vector_are_taken_by_single_columns(device: FakeDevice, norm: str, dy: str) -> None:
-    """A block of backward_few_rows.cu would have 256 of them, which its arguments have no room for; whatever M."""
-    for rows in (1, 512, 513, 600, 1024, 1025, 100_000):
+def test_rows_of_one_vector_fill_blocks(device: FakeDevice, norm: str, dy: str) -> None:
+    """x of float64 and dy of 16 bits: 256 rows to a block of the kernel for few."""
+    for rows in (513, 600, 1024):
         x, statistic = device.array((rows, 8), "float64"), device.array((rows,), "float64")
         statistics = [statistic] * (2 if norm == "layernorm" else 1)
-        getattr(cupynorm, f"{norm}_backward")(x, None, device.array((rows, 8), DTYPES[dy]), *statistics)
+        getattr(cupynorm, f"{norm}_backward")(x, device.array((8,)), device.array((rows, 8), DTYPES[dy]), *statistics)
         launch = device.launched[-1]
-        assert launch.kernel == "backward_staged"
-        assert "VECTOR=0" in launch.definitions
-        assert launch.named().rows == rows
+        assert launch.kernel == "backward_few_rows"
+        assert (launch.named().rows, launch.named().block_rows) == (rows, 256)
 
 
 @pytest.mark.parametrize(("w", "offset", "alone"), [

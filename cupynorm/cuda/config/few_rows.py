@@ -26,7 +26,7 @@ from .common import (
 )
 
 # struct FewRowsArguments in backward_few_rows.cu, by the type of the arithmetic.
-FEW_ROWS_ARGUMENTS = {"float32": "8P3q3I4Bf?B3H4x", "float64": "8P3q3I4Bd?B3H"}
+FEW_ROWS_ARGUMENTS = {"float32": "8P3q3IH2Bf?B4H2x", "float64": "8P3q3IH2Bd?B4H6x"}
 
 # Of a block, and of those that a multiprocessor has at once (kBlockThreads): where a thread of backward_staged.cu has
 # over so many columns, and else.
@@ -110,7 +110,7 @@ def few_rows_blocks(config: BackwardConfig, problem: NormProblem, aligned_sums: 
     It pays where all of its blocks run at the same time (an H100, 64x4096 6.7 → 6.2 us, 192x2048 6.8 → 6.5, but
     264x2048 7.2 → 8.9). Blocks of which a thread has two or four vectors count as often. Of more rows, of 16-bit types
     in whole warps, a thread has all vectors of one of backward_staged.cu (LayerNorm, 69x4096 6.9 → 6.4, 126x4096 7.6 →
-    7.3; dx alone, 200x4096 8.0 → 7.7). Rows of a warp or less: of a column block's thread at most FEW_ROWS_SUMMED.
+    7.3; dx alone, 200x4096 7.9 → 7.3). Rows of a warp or less: of a column block's thread at most FEW_ROWS_SUMMED.
     """
     split = _split(config)
     if split is None or not problem.want_dx or problem.rows > _most_threads(config.per_thread) * device.multiprocessors:

@@ -88,8 +88,9 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         if may_form_gangs(x, dy, vector, device):
             summing.append(Variant("backward_staged.cu", ("backward_staged",), (*definitions, *gang_definitions())))
         yield from summing
-        kinds = product((for_dx_alone, for_column_blocks), summing)
-        for alone in sorted({of_kind(variant.definitions) for of_kind, variant in kinds}):
+        # dx alone asks for kernels that sum db only where x and dy differ in type (kernels_sum_db).
+        of_dx = [] if want_db and x == dy else [for_dx_alone(variant.definitions) for variant in summing]
+        for alone in sorted({*of_dx, *(for_column_blocks(variant.definitions) for variant in summing)}):
             yield Variant("backward_staged.cu", ("backward_staged",), alone)
         for few in sorted({few for variant in summing for few in _few_rows_definitions(variant.definitions)}):
             yield Variant("backward_few_rows.cu", ("backward_few_rows",), few)
