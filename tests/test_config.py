@@ -1673,7 +1673,7 @@ def test_rows_of_24_columns_a_thread_have_larger_blocks_where_pace_is_kept(colum
 @pytest.mark.parametrize("rows", [1 << 20, 4096, 100])
 @pytest.mark.parametrize("columns", [384, 768, 1536, 3072, 6144, 12288, 32768, 262144])
 def test_calls_for_dx_alone_have_the_blocks_of_others(columns, rows):
-    """They keep pace, too, by a kernel of their own, beside which there is none for column blocks."""
+    """They keep pace, too, by a kernel of their own, and in short launches have that of walkers beside column blocks."""
     problem = backward(columns, "bfloat16", "bfloat16", rows, "rmsnorm")
     one, other = (
         config.backward_config(replace(problem, want_dw=want_dw), True, DEVICES["sm_90"]) for want_dw in (True, False)
@@ -1684,8 +1684,8 @@ def test_calls_for_dx_alone_have_the_blocks_of_others(columns, rows):
     if rows == 1 << 20:  # with few, blocks are larger beside column blocks
         assert other == one._replace(definitions=other.definitions)
     assert config.few_rows_definitions(other) == config.few_rows_definitions(one)
-    assert set(one.column_blocks_definitions) == set(other.definitions) - {"PACED=1"}
-    assert other.column_blocks_definitions is None
+    assert set(one.unpaced_definitions) == set(other.definitions) - {"PACED=1"}
+    assert other.unpaced_definitions == one.unpaced_definitions
 
 
 @pytest.mark.parametrize("columns", [520, 768])

@@ -905,27 +905,30 @@ def test_other_foreign_arrays_take_the_way_through_capsules(device: FakeDevice, 
 
 
 @pytest.mark.parametrize(
-    ("rows", "mask", "alone"),
+    ("rows", "mask", "alone", "paced"),
     [
-        (9000, (True, True), False),  # column blocks do not pay
-        (300, (True, True), True),
-        (300, (False, True), True),
-        (9000, (True, False), True),
-        (9000, (False, True), False),
-        (1, (False, True), True),
+        (9000, (True, True), False, True),  # column blocks do not pay
+        (300, (True, True), True, False),
+        (300, (False, True), True, False),
+        (9000, (True, False), True, True),
+        (2000, (True, False), True, False),
+        (9000, (False, True), False, True),
+        (1, (False, True), True, False),
     ],
 )
-def test_which_kernel_of_two(device: FakeDevice, rows: int, mask: tuple[bool, bool], alone: bool) -> None:
-    """Walkers that sum columns have one, those that write dx alone, and column blocks, the other. That is compiled to
-    keep pace for calls that want dx alone."""
+def test_which_kernel_of_three(
+    device: FakeDevice, rows: int, mask: tuple[bool, bool], alone: bool, paced: bool
+) -> None:
+    """Walkers that sum columns have one, those that write dx alone, and column blocks, another. Where dx alone is
+    wanted and walkers keep pace, they have one that can."""
     arrays = {name: device.array((rows, 4096)) for name in ("x", "dy")}
     arrays |= {"w": device.array((4096,)), "rstd": device.array((rows,))}
     cupynorm.rmsnorm_backward(**arrays, output_mask=mask)
     launch = device.launched[-1]
     assert ("DX_ALONE=1" in launch.definitions) == alone
-    dx_alone = mask == (True, False)
-    assert ("PACED=1" in launch.definitions) == (dx_alone or not alone)
-    assert bool(launch.named().meeting) == (dx_alone or not alone)
+    assert ("PACED=1" in launch.definitions) == paced
+    assert (launch.named().lead > 0) == paced
+    assert bool(launch.named().meeting) == paced
     assert bool(launch.named().dw_partials) == (not alone)
 
 
@@ -997,7 +1000,7 @@ def test_nvrtc_is_ready_before_two_threads_need_it(device: FakeDevice, monkeypat
     module.prepare.cache_clear()
 
 
-@pytest.mark.parametrize(("direction", "kernels"), [("forward", 2), ("backward", 3), ("dx alone", 2)])
+@pytest.mark.parametrize(("direction", "kernels"), [("forward", 2), ("backward", 3), ("dx alone", 3)])
 @pytest.mark.parametrize("rows", [(3, 6000, 100_000), (100_000, 6000, 3)])
 def test_another_number_of_rows_needs_no_other_kernel(
     device: FakeDevice, direction: str, kernels: int, rows: tuple[int, ...]

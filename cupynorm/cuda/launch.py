@@ -92,10 +92,8 @@ class Backward:
         # Column blocks need memory only where several share a slice's rows. A single partial row is the sum: dw and db
         # themselves, where these have its type and alignment. Else the direct and split kernels narrow it; the staged
         # kernel has no code for that, and holds a meeting of one.
-        sums = (problem.want_dw or problem.want_db) and not column_blocks
-        if column_blocks:
-            assert config.column_blocks_definitions is not None
-            main = _staged_launch(config, config.column_blocks_definitions)
+        wants_sums = problem.want_dw or problem.want_db
+        sums = wants_sums and not column_blocks
         apart = sums and (sums_offset != 0 or problem.narrows_sums)
         reduces = sums and (walkers > 1 or (apart and config.route == "staged"))
         itemsize = problem.compute_dtype.itemsize
@@ -103,8 +101,10 @@ class Backward:
         sums_bytes = problem.rows * config.slabs * 2 * itemsize if split and problem.want_dx else 0
         parts_bytes = choose.column_parts_bytes(config, problem, column_blocks, column_threads, row_parts)
         # A single walker's sums need no meeting, where the counters would lie.
-        paces = reduces or not (problem.want_dw or problem.want_db)
+        paces = reduces or not wants_sums
         lead, step_counters = choose.pace(config, problem.rows, walkers) if paces else (0, 1)
+        if config.route == "staged" and not (sums or lead):
+            main = _staged_launch(config, config.unpaced_definitions)
         self._workspace = _Workspace(
             choose.meeting_bytes(blocks) if reduces else choose.STEP_COUNTERS_BYTES if parts_bytes or lead else 0,
             partials_bytes if problem.want_dw else 0,
@@ -362,11 +362,9 @@ def _fitting(
 
 
 def _backward_main(config: choose.BackwardConfig) -> Launch:
-    """The kernel for many rows. Those that another M may take, of column blocks and of few rows, are made now, too."""
+    """The kernel for many rows. Those that another M may take, without pace and of few rows, are made now, too."""
     if config.route == "staged":
-        kernels = [("backward_staged", config.definitions)]
-        if config.column_blocks_definitions:
-            kernels.append(("backward_staged", config.column_blocks_definitions))
+        kernels = [("backward_staged", of_rows) for of_rows in dict.fromkeys((config.definitions, config.unpaced_definitions))]
         if few := choose.few_rows_definitions(config):
             kernels.append(("backward_few_rows", few))
         _load(cupy.cuda.runtime.getDevice(), *kernels)

@@ -31,7 +31,6 @@ from .common import (
     Kind,
     columns_per_thread,
     compute_name,
-    for_column_blocks,
     for_dx_alone,
     staged_choice,
     staged_definitions,
@@ -89,8 +88,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             summing.append(Variant("backward_staged.cu", ("backward_staged",), (*definitions, *gang_definitions())))
         yield from summing
         # dx alone asks for kernels that sum db only where x and dy differ in type (kernels_sum_db).
-        of_dx = [] if want_db and x == dy else [for_dx_alone(variant.definitions) for variant in summing]
-        for alone in sorted({*of_dx, *(for_column_blocks(variant.definitions) for variant in summing)}):
+        of_pace = (False,) if want_db and x == dy else (False, True)
+        for alone in sorted({for_dx_alone(variant.definitions, paced) for variant in summing for paced in of_pace}):
             yield Variant("backward_staged.cu", ("backward_staged",), alone)
         for few in sorted({few for variant in summing for few in _few_rows_definitions(variant.definitions)}):
             yield Variant("backward_few_rows.cu", ("backward_few_rows",), few)
