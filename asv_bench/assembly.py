@@ -147,10 +147,10 @@ def kernels_of(row: Row) -> tuple[Kernel, ...]:
         )
         backward = config.backward_config(found, row.aligned, device)
         kernels = [(f"backward_{backward.route}.cu", backward.definitions)]
-        # Older trees have another name for it, or none, and no kernel for few rows.
-        names = "column_blocks_definitions", "dx_alone_definitions"
+        # Older trees have other names for it, or none, and no kernel for few rows.
+        names = "unpaced_definitions", "column_blocks_definitions", "dx_alone_definitions"
         beside = next((getattr(backward, name) for name in names if hasattr(backward, name)), None)
-        if backward.route == "staged" and beside:
+        if backward.route == "staged" and beside not in (None, backward.definitions):
             kernels.append(("backward_staged.cu", beside))
         few_rows = getattr(config, "few_rows_definitions", lambda _: None)(backward)
         if few_rows:

@@ -1673,7 +1673,7 @@ def test_rows_of_24_columns_a_thread_have_larger_blocks_where_pace_is_kept(colum
 @pytest.mark.parametrize("rows", [1 << 20, 4096, 100])
 @pytest.mark.parametrize("columns", [384, 768, 1536, 3072, 6144, 12288, 32768, 262144])
 def test_calls_for_dx_alone_have_the_blocks_of_others(columns, rows):
-    """They keep pace, too, by a kernel of their own, and in short launches have that of walkers beside column blocks."""
+    """They keep pace, too, by a kernel of their own, in short launches by that of walkers beside column blocks."""
     problem = backward(columns, "bfloat16", "bfloat16", rows, "rmsnorm")
     one, other = (
         config.backward_config(replace(problem, want_dw=want_dw), True, DEVICES["sm_90"]) for want_dw in (True, False)
@@ -1686,6 +1686,29 @@ def test_calls_for_dx_alone_have_the_blocks_of_others(columns, rows):
     assert config.few_rows_definitions(other) == config.few_rows_definitions(one)
     assert set(one.unpaced_definitions) == set(other.definitions) - {"PACED=1"}
     assert other.unpaced_definitions == one.unpaced_definitions
+
+
+@pytest.mark.parametrize(
+    ("norm", "columns", "gap", "stages"),
+    [
+        ("layernorm", 4096, 0, 3),  # two rows in a block
+        ("layernorm", 4096, 64, 3),  # two blocks on a multiprocessor
+        *(("layernorm", columns, gap, 4) for columns in (8192, 16384, 32768) for gap in (0, 64)),
+        ("layernorm", 12288, 0, 4),  # 24 columns a thread
+        *(("rmsnorm", columns, 0, 3) for columns in (4096, 8192, 16384)),
+        ("rmsnorm", 32768, 0, 4),
+    ],
+)
+def test_rings_of_long_rows_without_db(norm, columns, gap, stages):
+    """Steps of 32 KB, of 24 KB with fewer columns: a stage more where that gained, in long launches for dx alone."""
+    problem = backward(columns, "bfloat16", "bfloat16", 1 << 20, norm)
+    stride = columns + gap
+    problem = replace(problem, want_dw=False, want_db=False, x_row_stride=stride, dy_row_stride=stride)
+    chosen, short = (
+        config.backward_config(replace(problem, rows=rows), True, DEVICES["sm_90"]) for rows in (1 << 20, 300)
+    )
+    assert chosen.stages == stages
+    assert short.stages == (4 if columns == 12288 else 3)
 
 
 @pytest.mark.parametrize("columns", [520, 768])

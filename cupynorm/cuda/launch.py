@@ -364,7 +364,8 @@ def _fitting(
 def _backward_main(config: choose.BackwardConfig) -> Launch:
     """The kernel for many rows. Those that another M may take, without pace and of few rows, are made now, too."""
     if config.route == "staged":
-        kernels = [("backward_staged", of_rows) for of_rows in dict.fromkeys((config.definitions, config.unpaced_definitions))]
+        of_many = dict.fromkeys((config.definitions, config.unpaced_definitions))  # each once
+        kernels = [("backward_staged", definitions) for definitions in of_many]
         if few := choose.few_rows_definitions(config):
             kernels.append(("backward_few_rows", few))
         _load(cupy.cuda.runtime.getDevice(), *kernels)

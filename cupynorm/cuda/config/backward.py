@@ -367,7 +367,7 @@ def _staged_config(
         stages = min(room // step_bytes, STAGED_MOST_STAGES)
         if stages < STAGED_LEAST_STAGES:
             continue
-        ring_bytes = _ring_bytes(kind, per_thread, cluster, blocks, keeps_pace)
+        ring_bytes = _ring_bytes(kind, per_thread, cluster, groups, blocks, keeps_pace)
         least = STAGED_LEAST_STAGES + _takes_a_stage_more(split, device)
         stages = min(stages, max(least, ring_bytes // (blocks * step_bytes)))
         part = takes_part(name, (per_thread, group))
@@ -470,13 +470,15 @@ def _has_short_steps(kind: Kind, per_thread: int) -> bool:
     return ITEMSIZE[x] == ITEMSIZE[dy] == 2 and per_thread == 24 and sums_db == (norm == "layernorm")
 
 
-def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pace: bool) -> int:
-    """What the `blocks` on a multiprocessor are to have in flight, if that makes more than the least stages.
+def _ring_bytes(kind: Kind, per_thread: int, cluster: int, groups: int, blocks: int, keeps_pace: bool) -> int:
+    """What the `blocks` of so many `groups` on a multiprocessor are to have in flight, if that makes more than the
+    least stages.
 
     More bytes lose: under the load some multiprocessors get ahead, by up to 15% at 160 KB, and in the end wait for the
     others (RMSNorm, N=4096, 1 GB, without pace 247 us with 96 KB, 255 with 128). Who waits for others across
     multiprocessors gains from more (65536 255 → 244), and so do slow loops that keep pace (LayerNorm, 4096 249 → 244),
-    and clusters of four (LayerNorm, dx alone, 32768 241.1 → 237.3; of two ±0.3%, but 14336 238.8 → 236.7).
+    and without db LayerNorm's rows of a whole block and longer (dx alone, an H100, 8192 344.0 → 333.9, 16384 341.5 →
+    333.5, an H200, 32768 241.1 → 237.3; others ±0.3%).
     """
     norm, x, _, sums_db, vector = kind
     if cluster >= 8:
@@ -484,7 +486,8 @@ def _ring_bytes(kind: Kind, per_thread: int, cluster: int, blocks: int, keeps_pa
     if not vector:
         return STAGED_RING_BYTES
     if not sums_db:
-        large = per_thread == 32 and cluster == 4 and ITEMSIZE[x] == 2
+        gains = cluster == 4 if norm == "rmsnorm" else groups == blocks == 1
+        large = per_thread == 32 and ITEMSIZE[x] == 2 and gains
     else:
         large = norm == "layernorm" and (per_thread == 32 or (per_thread == 16 and ITEMSIZE[x] == 4))
     large |= _has_short_steps(kind, per_thread) and blocks == 1
