@@ -131,7 +131,7 @@ def without_kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         (9, 1024, ("bfloat16", "", "float64"), 0),
         (9, 1001, ("float32", "", "bfloat16"), 0),
         (5, 256, ("float64", "", "bfloat16"), 0),
-        (600, 8, ("float64", "bfloat16", "float32"), 0),  # by single columns
+        (600, 8, ("float64", "bfloat16", "float32"), 0),
         (7, 640, ("float64", "", "float64"), 0),
         (70, 512, ("bfloat16", "", "float32"), 40),
         (90, 128, ("bfloat16", "", "bfloat16"), 8),
@@ -234,6 +234,7 @@ def test_turned_rows_have_the_same_bits(
         (3, 384, ("bfloat16", "", "float32"), 2, 24, 2),  # of 24 columns, two rows to a block, and one
         (77, 96, ("float32", "", "bfloat16"), 20, 12, 2),
         (1000, 40, ("bfloat16", "", "float32"), 24, 3, 2),
+        (600, 8, ("float64", "bfloat16", "float32"), 3, 1, 2),  # 256 rows to a block
         (9, 7168, ("bfloat16", "", "float32"), 9, 56, 16),
         (60, 3000, ("bfloat16", "", "bfloat16"), 60, 47, 8),
         (5, 2048, ("bfloat16", "float32", "float32"), 5, 64, 4),

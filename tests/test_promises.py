@@ -118,6 +118,21 @@ def test_few_rows_have_the_dx_that_they_have_among_many(xp: Any, case: Case) -> 
                 assert same_bits(alone, expected[rows]), f"rows {rows}, has_bias={has_bias}, dx alone"
 
 
+@pytest.mark.parametrize("xp", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("dy", ["float16", "bfloat16"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_blocks_of_as_many_rows_as_there_may_be(xp: Any, norm: str, dy: str) -> None:
+    """On a GPU 256 of a vector each, of the 513 to 1024 rows that are few."""
+    tensors = make_case(xp, Case(norm, 1040, 8, "float64", "float32", dy, seed=8))
+    together = backward(norm, tensors, has_bias=False)[0]
+    for rows in (slice(513), slice(600), slice(16, None)):
+        part = some_rows(tensors, rows)
+        assert same_bits(backward(norm, part, has_bias=False)[0], together[rows])
+        dx, dw = backward(norm, part, has_bias=False, output_mask=(True, False))
+        assert dw is None
+        assert same_bits(dx, together[rows])
+
+
 def dx_alone_cases(backend: str) -> list[Case]:
     """On the GPU, so many rows that a call keeps pace, where its kernel is compiled to."""
     columns = (128, 384, 1001, 1024, 4096, 7168, 32768, 131072, 262144)
