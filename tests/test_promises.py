@@ -118,7 +118,6 @@ def test_few_rows_have_the_dx_that_they_have_among_many(xp: Any, case: Case) -> 
                 assert same_bits(alone, expected[rows]), f"rows {rows}, has_bias={has_bias}, dx alone"
 
 
-@pytest.mark.parametrize("xp", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 @pytest.mark.parametrize("dy", ["float16", "bfloat16"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_blocks_of_as_many_rows_as_there_may_be(xp: Any, norm: str, dy: str) -> None:
