@@ -449,6 +449,31 @@ def test_forward_blocks_of_rows_that_lie_apart(norm, columns, name, gap, dense, 
         assert blocks_at_once(chosen, DEVICES["sm_90"]) == expected
 
 
+@pytest.mark.parametrize("gap", [8, 64])
+@pytest.mark.parametrize(
+    ("norm", "columns", "name", "fast", "slow"),
+    [
+        ("rmsnorm", 640, "bfloat16", 1 / 8, 1 / 8),  # steps of 1280 bytes
+        ("layernorm", 640, "bfloat16", 0, 1 / 8),
+        ("layernorm", 1024, "bfloat16", 1 / 8, 1 / 4),
+        ("rmsnorm", 1024, "bfloat16", 1 / 8, 1 / 4),
+        ("rmsnorm", 1536, "bfloat16", 1 / 8, 3 / 8),
+        ("layernorm", 1536, "bfloat16", 1 / 4, 3 / 8),
+        ("rmsnorm", 2048, "bfloat16", 1 / 4, 1 / 2),
+        ("layernorm", 1024, "float32", 1 / 4, 1 / 2),
+        ("rmsnorm", 4096, "bfloat16", 3 / 4, 1 / 2),  # long enough
+    ],
+)
+def test_what_is_drawn_of_rows_that_lie_apart(norm, columns, name, fast, slow, gap):
+    """One counter hands out all steps, which here are of one row: of short ones less is drawn."""
+    for device, expected in (("sm_90", fast), ("sm_90_slow", slow)):
+        dense, far = (forward_of(apart(columns, name, 100_000, norm, distance)) for distance in (0, gap))
+        chosen = config.forward_config(far, True, DEVICES[device])
+        assert chosen.threads == chosen.group_threads
+        assert chosen.drawn_part == expected
+        assert chosen.drawn_part <= config.forward_config(dense, True, DEVICES[device]).drawn_part
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "expected"),
     [(125000, 4, 0), (31250, 8, 0), (15625, 16, 64), (31250, 16, 0), (31250, 32, 64), (65104, 32, 0), (97656, 64, 64)],
@@ -715,7 +740,14 @@ ON_H200 = [
     ("layernorm", 100, 5120, "float32", "float32", True, 132, (92, 40, 4)),  # with few rows one on each,
     ("layernorm", 1000, 640, "bfloat16", "bfloat16", True, 264, (92, 40, 64)),  # and where few are enough
     ("rmsnorm", 4069, 1024, "bfloat16", "bfloat16", True, 132, (68, 64, 16)),  # several share a slice's rows,
-    ("layernorm", 3255, 1280, "bfloat16", "bfloat16", True, 132, (72, 60, 16)),
+    ("layernorm", 3255, 1280, "bfloat16", "bfloat16", True, 132, (52, 80, 16)),  # a power of two of these,
+    ("rmsnorm", 2604, 1152, "bfloat16", "bfloat16", True, 132, (60, 72, 16)),
+    ("rmsnorm", 3255, 1280, "bfloat16", "bfloat16", True, 132, (82, 50, 8)),  # or wider slices
+    ("layernorm", 4650, 896, "bfloat16", "bfloat16", True, 132, (69, 63, 16)),
+    ("layernorm", 3906, 128, "float32", "float32", True, 132, (68, 64, 32)),  # of one line
+    ("rmsnorm", 10417, 96, "float32", "float32", True, 264, (168, 96, 32)),
+    ("layernorm", 6250, 160, "float32", "float32", True, 264, (168, 96, 16)),  # of two, where five make no 96 blocks
+    ("rmsnorm", 814, 2560, "float32", "float32", True, 132, (72, 60, 4)),  # of four
     ("rmsnorm", 7600, 1024, "bfloat16", "bfloat16", True, 132, (119, 0, 0)),  # but not so many
     ("rmsnorm", 32, 65536, "float32", "float32", True, 7, (7, 0, 0)),
     ("rmsnorm", 2713, 1536, "bfloat16", "bfloat16", True, 132, (84, 48, 64)),  # few enough for larger blocks alone,
@@ -794,6 +826,11 @@ def test_column_blocks_where_memory_is_slow(norm, rows, columns, fast, slow):
         ("layernorm", 339, 12288, 66, (42, 48, 4)),
         ("layernorm", 170, 24576, 30, (18, 48, 2)),
         ("rmsnorm", 145, 28672, 30, (29, 0, 0)),
+        ("layernorm", 5208, 96, 264, (163, 96, 32)),  # slices of one line
+        ("layernorm", 43403, 96, 264, (227, 0, 0)),  # 50 MB, with idle lanes,
+        ("layernorm", 32552, 128, 132, (68, 64, 32)),  # and without
+        ("rmsnorm", 24089, 128, 132, (126, 0, 0)),  # 37 MB
+        ("layernorm", 814, 2560, 132, (52, 80, 8)),
     ],
 )
 def test_column_blocks_in_float32(norm, rows, columns, at_once, expected):

@@ -477,8 +477,8 @@ def _ring_bytes(kind: Kind, per_thread: int, cluster: int, groups: int, blocks: 
     More bytes lose: under the load some multiprocessors get ahead, by up to 15% at 160 KB, and in the end wait for the
     others (RMSNorm, N=4096, 1 GB, without pace 247 us with 96 KB, 255 with 128). Who waits for others across
     multiprocessors gains from more (65536 255 → 244), and so do slow loops that keep pace (LayerNorm, 4096 249 → 244),
-    and without db LayerNorm's rows of a whole block and longer (dx alone, an H100, 8192 344.0 → 333.9, 16384 341.5 →
-    333.5, an H200, 32768 241.1 → 237.3; others ±0.3%).
+    and without db LayerNorm's rows of a whole block and longer (dx alone, an H100, 8192 344.0 → 333.9, others ±0.2%; an
+    H200, 32768 241.1 → 237.3, 14336 and 24576 −0.9%).
     """
     norm, x, _, sums_db, vector = kind
     if cluster >= 8:

@@ -105,8 +105,12 @@ SHARED_SHORT_BYTES = {False: (29 << 20, 32 << 20), True: (21 << 20, 27 << 20)}
 SHARED_SHORT_FEW_BYTES, SHARED_SHORTEST_COLUMNS = 9 << 19, 128
 SHARED_SHORT_BLOCKS, SHARED_SHORT_BLOCKS_MORE = {False: 48, True: 96}, 128
 SHARED_MEDIUM_BLOCKS = {False: 60, True: 64}
-SLOW_SHARED_POWERS_BYTES, SLOW_SHARED_POWERS_BLOCKS = 27 << 20, 80
+SHARED_POWERS_BLOCKS, SLOW_SHARED_POWERS_BYTES = 80, 27 << 20
 SLOW_SHARED_LONG_BYTES, SLOW_SHARED_LONG_BLOCKS = {False: 27 << 20, True: 21 << 20}, {False: 56, True: 68}
+
+# Where memory is fast, a power of two of blocks from over so many columns on, with db, and without it up to so much
+# data; beyond it slices of four lines (an H200, 1280: 12 MB, LayerNorm, 12.7 → 11.0 us, 25 MB, RMSNorm, 15.3 → 14.8).
+FAST_SHARED_POWERS_COLUMNS, FAST_SHARED_POWERS_BYTES, FAST_SHARED_WIDE_BLOCKS = 1024, 20 << 20, 50
 
 # Where memory is fast, with db: slices of two lines, with 32 columns a thread from so much data on, with 40 in any
 # case, and of four lines where such fill all lanes of four warps (37 MB, LayerNorm, 2560: 24.3 → 20.2 us, 5120: 24.2 →
@@ -115,14 +119,18 @@ FAST_SHARED_LONG_BYTES, FAST_SHARED_LONGEST, FAST_SHARED_LONG_BLOCKS = 20 << 20,
 LINE_BYTES = 128
 
 # Float32 (_is_float32), in place of the limits above: up to so many bytes, without and with db; of rows of a warp or
-# less, in clusters of so many blocks, with 24 columns a thread, and else, but LayerNorm's rows of one block or two with
-# 40 as RMSNorm's (an H100, from a scan of 25 lengths and ten sizes: 12 MB, LayerNorm, 2560 16.1 → 11.5 us, 31 MB, 4096
-# 21.9 → 19.9). Of short rows several blocks share slices of two lines, about so many, and where a multiprocessor has
-# several.
-FLOAT32_SHORT_BYTES = {False: 36 << 20, True: 76 << 20}
+# less, with db where lanes are idle, in clusters of so many blocks, with 24 columns a thread, and else, but LayerNorm's
+# rows of one block or two with 40 as RMSNorm's (an H100, from a scan of 25 lengths and ten sizes: 12 MB, LayerNorm,
+# 2560 16.1 → 11.5 us, 31 MB, 4096 21.9 → 19.9; but 50 MB, 96, 28.5 → 33.1).
+FLOAT32_SHORT_BYTES, FLOAT32_IDLE_BYTES = {False: 34 << 20, True: 76 << 20}, 42 << 20
 FLOAT32_CLUSTERS, FLOAT32_CLUSTERS_BYTES = {False: 4, True: 8}, {False: 36 << 20, True: 50 << 20}
 FLOAT32_24_COLUMNS_BYTES, FLOAT32_BYTES = 50 << 20, {False: 27 << 20, True: 38 << 20}
+
+# Of short rows several blocks share slices of two lines, about so many, and where a multiprocessor has several; of one
+# line in rows of so many, where these make just as many blocks; where memory is fast, from so many columns on, of four
+# (6 MB, LayerNorm, 64, an H200: 10.7 → 9.2 us, an H100: 11.6 → 10.0; 25 MB, RMSNorm, 2560, an H200: 15.7 → 14.7).
 FLOAT32_SHARED_BLOCKS, FLOAT32_SHARED_BLOCKS_OF_SEVERAL = 64, 96
+FLOAT32_SINGLE_LINES, FAST_FLOAT32_FOUR_LINES_COLUMNS = range(2, 7), 2304
 
 # RMSNorm's steps of eight rows of 3 to 4 KB are large, and walkers beside column blocks take few of them: up to so many
 # bytes, slices of four lines. 1024, 12 MB, 13.6 → 11.2 us, 18 MB 15.9 → 14.6, 25 MB 17.5 → 18.3 (not shared 21.0).
@@ -238,7 +246,8 @@ def _is_float32(config: BackwardConfig, problem: NormProblem) -> bool:
 def _float32_bytes(config: BackwardConfig, problem: NormProblem) -> int:
     sums_db = kernels_sum_db(problem)
     if config.per_thread == columns_per_thread("float32"):
-        return FLOAT32_SHORT_BYTES[sums_db]
+        idle = config.slab_columns < config.per_thread * config.group_threads
+        return FLOAT32_IDLE_BYTES if sums_db and idle else FLOAT32_SHORT_BYTES[sums_db]
     if config.per_thread == 24:
         return FLOAT32_24_COLUMNS_BYTES
     if config.slabs >= FLOAT32_CLUSTERS[sums_db]:
@@ -306,8 +315,11 @@ def _shared_column_blocks(
 
     several = blocks_at_once > device.multiprocessors
     if float32:
-        lines = 4 if _has_large_steps(config, problem) else 2
-        return of(lines, FLOAT32_SHARED_BLOCKS_OF_SEVERAL if several else FLOAT32_SHARED_BLOCKS)
+        blocks = FLOAT32_SHARED_BLOCKS_OF_SEVERAL if several else FLOAT32_SHARED_BLOCKS
+        wide = _has_large_steps(config, problem) or (not slow and columns >= FAST_FLOAT32_FOUR_LINES_COLUMNS)
+        row_lines, rest = divmod(columns * itemsize, LINE_BYTES)
+        single = not rest and row_lines in FLOAT32_SINGLE_LINES and blocks % row_lines == 0
+        return of(4 if wide else 1 if single else 2, blocks)
     if several:
         most_bytes, most_with_db = SHARED_SHORT_BYTES[slow]
         if data <= most_bytes:
@@ -317,9 +329,11 @@ def _shared_column_blocks(
     if columns <= SHARED_SHORT_COLUMNS:
         return None
     if columns <= SHARED_MEDIUM_COLUMNS:
-        if slow and (sums_db or data <= SLOW_SHARED_POWERS_BYTES):
-            return of(2, SLOW_SHARED_POWERS_BLOCKS, powers=True)
-        return of(2, SHARED_MEDIUM_BLOCKS[sums_db])
+        if not slow and columns <= FAST_SHARED_POWERS_COLUMNS:
+            return of(2, SHARED_MEDIUM_BLOCKS[sums_db])
+        if sums_db or data <= (SLOW_SHARED_POWERS_BYTES if slow else FAST_SHARED_POWERS_BYTES):
+            return of(2, SHARED_POWERS_BLOCKS, powers=True)
+        return of(2, SHARED_MEDIUM_BLOCKS[sums_db]) if slow else of(4, FAST_SHARED_WIDE_BLOCKS)
     if not slow:
         long = sums_db and config.per_thread == 32 and data > FAST_SHARED_LONG_BYTES
         return of(4 if is_longest else 2, FAST_SHARED_LONG_BLOCKS) if fast_wide or long else None

@@ -79,6 +79,15 @@ DRAWN_PARTS, DRAWN_PART_SHORT = (1 / 4, 1 / 8), 1 / 2
 # columns, 768, with 1/4 and 1/2: 167.7, 170.9).
 MORE_DRAWN_PARTS = {"rmsnorm": (3 / 4, 3 / 8), "layernorm": (1 / 2, 1 / 4)}
 
+# Rows that lie apart, so that a step is one row: as one counter hands out no more than a number in some 2 ns, less is
+# drawn of short steps, at most this part of those under so many bytes of x (an H200, gaps of 64, 1 GB, RMSNorm, 1024,
+# with 3/4 and 1/8: 261, 178 us; an H100, 640, with 1/2 and 1/8: 334, 251).
+APART_DRAWN_PARTS: dict[str, tuple[tuple[int, float], ...]] = {
+    "rmsnorm": ((4 << 10, 1 / 8), (8 << 10, 1 / 4)),
+    "layernorm": ((2 << 10, 0), (3 << 10, 1 / 8), (8 << 10, 1 / 4)),
+}
+SLOW_APART_DRAWN_PARTS: tuple[tuple[int, float], ...] = ((2 << 10, 1 / 8), (3 << 10, 1 / 4), (4 << 10, 3 / 8))
+
 # From so many steps a walker on; the latter of blocks alone, and of single columns (150 MB, RMSNorm, 1024, from sixteen
 # on and from twelve on: 31.2, 30.2 us).
 DRAWN_LEAST_STEPS = 12, 16
@@ -184,17 +193,28 @@ def _draws_more(problem: NormProblem, vector: int, held: tuple[int, int]) -> boo
 
 
 def _drawn_part(
-    problem: NormProblem, vector: int, held: tuple[int, int], cluster: int, alone: bool, short: bool, device: Device
+    problem: NormProblem,
+    vector: int,
+    held: tuple[int, int],
+    cluster: int,
+    alone: bool,
+    short: bool,
+    row_bytes: int | None,
+    device: Device,
 ) -> float:
-    """Of all steps. `alone`: one block on a multiprocessor; `short`: LayerNorm's short rows draw."""
+    """Of all steps. `alone`: one block on a multiprocessor; `short`: LayerNorm's short rows draw; `row_bytes`: of a
+    step, where rows lie apart."""
     whole_warps = has_whole_warps(problem.x_dtype.name, held)
     if cluster > 1 or not (whole_warps or problem.norm == "rmsnorm" or short):  # kDraws of forward_staged.cu
         return 0.0
     if not (whole_warps or alone or held[0] == 24):
         return DRAWN_PART_SHORT
+    more = _draws_more(problem, vector, held)
+    parts, limits = MORE_DRAWN_PARTS[problem.norm] if more else DRAWN_PARTS, APART_DRAWN_PARTS[problem.norm]
     if device.has_slow_memory:
-        return SLOW_DRAWN_PARTS[alone]
-    return (MORE_DRAWN_PARTS[problem.norm] if _draws_more(problem, vector, held) else DRAWN_PARTS)[alone]
+        parts, limits = SLOW_DRAWN_PARTS, SLOW_APART_DRAWN_PARTS
+    of_short_steps = [] if row_bytes is None else [most for below, most in limits if row_bytes < below]
+    return min([parts[alone], *of_short_steps])
 
 
 def forward_keeps_pace(norm: str, held: tuple[int, int], cluster: int, vector: bool, full: bool) -> bool:
@@ -296,6 +316,7 @@ def _forward_staged(
         groups = groups_in_block(block_threads, group, problem.rows) if cluster == 1 and several else 1
         threads = groups * group
         step_bytes = part_bytes(name, vector > 1, (groups - 1) * stride + slab)
+        row_bytes = None if several else step_bytes
         b_bytes = threads * per_thread * compute_itemsize(name) if b_in_shared else 0
         static_bytes = staged_static_bytes(name, cluster) + b_bytes
         w_bytes = divide_up(slab * compute_itemsize(name), 16) * 16  # copied behind the ring, where there is room
@@ -323,7 +344,7 @@ def _forward_staged(
                     cluster=cluster,
                     stages=stages,
                     shared_bytes=max(shared_bytes, min(b_bytes + room, device.shared_bytes // (blocks + 1))),
-                    drawn_part=_drawn_part(problem, vector, held, cluster, blocks == 1, draws_short, device),
+                    drawn_part=_drawn_part(problem, vector, held, cluster, blocks == 1, draws_short, row_bytes, device),
                     drawn_steps=SLOW_DRAWN_LEAST_STEPS if device.has_slow_memory else least_drawn,
                     lead=_forward_lead(problem.norm, per_thread, cluster, device) if paced else 0,
                 )
