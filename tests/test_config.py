@@ -449,29 +449,34 @@ def test_forward_blocks_of_rows_that_lie_apart(norm, columns, name, gap, dense, 
         assert blocks_at_once(chosen, DEVICES["sm_90"]) == expected
 
 
-@pytest.mark.parametrize("gap", [8, 64])
 @pytest.mark.parametrize(
-    ("norm", "columns", "name", "fast", "slow"),
+    ("norm", "columns", "name", "gaps", "fast", "slow", "dense"),
     [
-        ("rmsnorm", 640, "bfloat16", 1 / 8, 1 / 8),  # steps of 1280 bytes
-        ("layernorm", 640, "bfloat16", 0, 1 / 8),
-        ("layernorm", 1024, "bfloat16", 1 / 8, 1 / 4),
-        ("rmsnorm", 1024, "bfloat16", 1 / 8, 1 / 4),
-        ("rmsnorm", 1536, "bfloat16", 1 / 8, 3 / 8),
-        ("layernorm", 1536, "bfloat16", 1 / 4, 3 / 8),
-        ("rmsnorm", 2048, "bfloat16", 1 / 4, 1 / 2),
-        ("layernorm", 1024, "float32", 1 / 4, 1 / 2),
-        ("rmsnorm", 4096, "bfloat16", 3 / 4, 1 / 2),  # long enough
+        ("rmsnorm", 640, "bfloat16", (8, 64), 1 / 8, 1 / 8, 1 / 4),  # steps of 1280 bytes
+        ("layernorm", 640, "bfloat16", (8, 64), 0, 1 / 8, 1 / 4),
+        ("layernorm", 1024, "bfloat16", (8, 64), 1 / 8, 1 / 4, 1 / 2),
+        ("rmsnorm", 1024, "bfloat16", (8, 64), 1 / 8, 1 / 4, 3 / 4),
+        ("layernorm", 1472, "bfloat16", (8, 64), 1 / 8, 1 / 4, 1 / 4),  # just under 3 KB
+        ("rmsnorm", 1536, "bfloat16", (8, 64), 1 / 8, 3 / 8, 1 / 4),
+        ("layernorm", 1536, "bfloat16", (8, 64), 1 / 4, 3 / 8, 1 / 4),
+        ("rmsnorm", 1984, "bfloat16", (8, 64), 1 / 8, 3 / 8, 1 / 4),  # just under 4 KB
+        ("rmsnorm", 2048, "bfloat16", (8, 64), 1 / 4, 1 / 2, 3 / 4),
+        ("layernorm", 1024, "float32", (8, 64), 1 / 4, 1 / 2, 1 / 2),
+        ("rmsnorm", 4096, "bfloat16", (8, 64), 3 / 4, 1 / 2, 3 / 4),  # long enough
+        ("layernorm", 1001, "bfloat16", (201,), 1 / 8, 1 / 4, 1 / 4),  # off 16 bytes
+        ("rmsnorm", 1501, "bfloat16", (201,), 1 / 8, 3 / 8, 1 / 4),
     ],
 )
-def test_what_is_drawn_of_rows_that_lie_apart(norm, columns, name, fast, slow, gap):
-    """One counter hands out all steps, which here are of one row: of short ones less is drawn."""
-    for device, expected in (("sm_90", fast), ("sm_90_slow", slow)):
-        dense, far = (forward_of(apart(columns, name, 100_000, norm, distance)) for distance in (0, gap))
-        chosen = config.forward_config(far, True, DEVICES[device])
+def test_what_is_drawn_of_rows_that_lie_apart(norm, columns, name, gaps, fast, slow, dense):
+    """One counter hands out the steps, which here are of one row: of short ones less is drawn."""
+    aligned = columns % 8 == 0
+    for gap, (device, expected) in product(gaps, (("sm_90", fast), ("sm_100", fast), ("sm_90_slow", slow))):
+        problem = forward_of(apart(columns, name, 100_000, norm, gap))
+        chosen = config.forward_config(problem, aligned, DEVICES[device])
         assert chosen.threads == chosen.group_threads
-        assert chosen.drawn_part == expected
-        assert chosen.drawn_part <= config.forward_config(dense, True, DEVICES[device]).drawn_part
+        assert chosen.drawn_part == expected, (device, gap)
+    problem = forward_of(apart(columns, name, 100_000, norm, 0))
+    assert config.forward_config(problem, aligned, DEVICES["sm_90"]).drawn_part == dense
 
 
 @pytest.mark.parametrize(
@@ -743,9 +748,14 @@ ON_H200 = [
     ("layernorm", 3255, 1280, "bfloat16", "bfloat16", True, 132, (52, 80, 16)),  # a power of two of these,
     ("rmsnorm", 2604, 1152, "bfloat16", "bfloat16", True, 132, (60, 72, 16)),
     ("rmsnorm", 3255, 1280, "bfloat16", "bfloat16", True, 132, (82, 50, 8)),  # or wider slices
+    ("rmsnorm", 2600, 1280, "bfloat16", "bfloat16", True, 132, (52, 80, 16)),  # 20 MB
     ("layernorm", 4650, 896, "bfloat16", "bfloat16", True, 132, (69, 63, 16)),
+    ("layernorm", 4037, 1032, "bfloat16", "bfloat16", True, 132, (60, 72, 16)),
     ("layernorm", 3906, 128, "float32", "float32", True, 132, (68, 64, 32)),  # of one line
     ("rmsnorm", 10417, 96, "float32", "float32", True, 264, (168, 96, 32)),
+    ("layernorm", 7812, 64, "float32", "float32", True, 132, (68, 64, 32)),
+    ("rmsnorm", 5208, 192, "float32", "float32", True, 264, (168, 96, 32)),
+    ("layernorm", 8138, 256, "float32", "float32", True, 132, (68, 64, 16)),  # of two, in longer rows, and
     ("layernorm", 6250, 160, "float32", "float32", True, 264, (168, 96, 16)),  # of two, where five make no 96 blocks
     ("rmsnorm", 814, 2560, "float32", "float32", True, 132, (72, 60, 4)),  # of four
     ("rmsnorm", 7600, 1024, "bfloat16", "bfloat16", True, 132, (119, 0, 0)),  # but not so many
@@ -828,8 +838,10 @@ def test_column_blocks_where_memory_is_slow(norm, rows, columns, fast, slow):
         ("rmsnorm", 145, 28672, 30, (29, 0, 0)),
         ("layernorm", 5208, 96, 264, (163, 96, 32)),  # slices of one line
         ("layernorm", 43403, 96, 264, (227, 0, 0)),  # 50 MB, with idle lanes,
+        ("layernorm", 37326, 96, 264, (168, 96, 32)),  # 43 MB
         ("layernorm", 32552, 128, 132, (68, 64, 32)),  # and without
-        ("rmsnorm", 24089, 128, 132, (126, 0, 0)),  # 37 MB
+        ("rmsnorm", 23111, 128, 132, (68, 64, 32)),  # 35.5 MB
+        ("rmsnorm", 23438, 128, 132, (123, 0, 0)),  # 36 MB
         ("layernorm", 814, 2560, 132, (52, 80, 8)),
     ],
 )
