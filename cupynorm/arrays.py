@@ -330,6 +330,11 @@ def _importer(x: Any, framework: str) -> Callable[[Any], Any]:
 def _device(value: Any, label: str) -> int | None:
     try:
         kind, ordinal = value.__dlpack_device__()
+    except AttributeError as error:  # JAX's tracers
+        raise TypeError(
+            f"{label}: {_type_name(type(value))} lies nowhere in memory; an array that does is needed "
+            "(jax.jit and jax.grad, say, trace a function with arrays that have no elements)"
+        ) from error
     except Exception as error:  # a torch tensor on the meta device, say
         raise _no_export(value, label, error) from error
     if kind in dlpack.CPU_DEVICES:

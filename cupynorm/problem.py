@@ -262,7 +262,7 @@ def out_sequence(out: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
     if not isinstance(out, (tuple, list)):
         raise TypeError(f"out: got {type(out).__name__}; {needed}")
     if len(out) != len(names):
-        raise ValueError(f"out: has {len(out)} entries; {needed}")
+        raise ValueError(f"out: has {_entries(len(out))}; {needed}")
     return tuple(out)
 
 
@@ -272,8 +272,12 @@ def plain_mask(mask: Any, has_bias: Any) -> tuple[bool, ...]:
     if not isinstance(mask, (tuple, list)) or not all(isinstance(entry, (bool, np.bool_)) for entry in mask):
         raise TypeError(f"output_mask: got {mask!r}; a tuple of bools for ({', '.join(names)}) is needed")
     if len(mask) != len(names):
-        raise ValueError(f"output_mask: has {len(mask)} entries; one for each of ({', '.join(names)}) is needed")
+        raise ValueError(f"output_mask: has {_entries(len(mask))}; one for each of ({', '.join(names)}) is needed")
     return tuple(map(bool, mask))
+
+
+def _entries(count: int) -> str:
+    return f"{count} {'entry' if count == 1 else 'entries'}"
 
 
 def check_placement(labels: Sequence[str], specs: Sequence[ArraySpec | None], written: int) -> None:
@@ -342,7 +346,7 @@ def _require(arrays: Mapping[str, ArraySpec | None], name: str) -> ArraySpec:
 
 def _float_dtype(name: str, dtype: np.dtype[Any]) -> None:
     if dtype.name not in FLOAT_NAMES or not dtype.isnative:
-        raise ValueError(f"{name}: has dtype {dtype!r}; one of {', '.join(FLOAT_NAMES)} in native byte order is needed")
+        raise ValueError(f"{name}: has dtype {dtype}; one of {', '.join(FLOAT_NAMES)} in native byte order is needed")
 
 
 def _rows_and_columns(x: ArraySpec) -> tuple[int, int]:
@@ -379,7 +383,7 @@ def _statistic(name: str, spec: ArraySpec, x: ArraySpec, copies: set[str]) -> No
         )
     needed = statistics_dtype(x.dtype)
     if spec.dtype != needed:
-        raise ValueError(f"{name}: has dtype {spec.dtype!r}; {needed.name} is needed where x is {x.dtype.name}")
+        raise ValueError(f"{name}: has dtype {spec.dtype}; {needed.name} is needed where x is {x.dtype.name}")
     if not _is_contiguous(spec):
         copies.add(name)
 
@@ -390,7 +394,7 @@ def _output(
     if spec.shape != shape and not (may_keep_axis and spec.shape == (*shape, 1)):
         raise ValueError(f"{label}: has shape {spec.shape}; {shape} is needed")
     if spec.dtype != dtype:
-        raise ValueError(f"{label}: has dtype {spec.dtype!r}; {dtype.name} is needed")
+        raise ValueError(f"{label}: has dtype {spec.dtype}; {dtype.name} is needed")
 
 
 def _output_mask(mask: Sequence[bool] | None, has_bias: bool) -> tuple[bool, bool, bool]:

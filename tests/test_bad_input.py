@@ -74,7 +74,7 @@ def shapes() -> list[Bad]:
 
 def dtypes() -> list[Bad]:
     wrong = {"int32": "int32", "complex64": "complex64", "bool": "bool", "uint16": "uint16"}
-    wrong |= {">f4": ">f4", "longdouble": "float128|longdouble", "object": "O"}  # these on the host only
+    wrong |= {">f4": ">f4", "longdouble": "float128|longdouble", "object": "dtype object"}  # these on the host only
     rows = [
         Bad(
             f"{name} {dtype}",
@@ -162,7 +162,12 @@ def outputs_and_masks() -> list[Bad]:
         for kind, out in {"ndarray": np.ones(MATRIX), "dict": {"dx": None}, "str": "out", "int": 3}.items()
     ]
     rows += [
-        Bad(f"{n} outputs", {"out": value((None,) * n)}, ValueError, (r"^out: ", f"{n} entries", "tuple of 3", names))
+        Bad(
+            f"{n} outputs",
+            {"out": value((None,) * n)},
+            ValueError,
+            (r"^out: ", rf"{n} entr(y|ies);", "tuple of 3", names),
+        )
         for n in (0, 1, 2, 4)
     ]
     rows.append(Bad("no bias", {"has_bias": value(False)}, ValueError, (r"^out: ", "3 entries", "of 2", r"\(dx, dw\)")))

@@ -67,7 +67,12 @@ def outputs() -> list[Bad]:
         Bad("out is a str", {"out": value("y")}, TypeError, (r"^out: ", "str", "tuple of", "y, ")),
     ]
     rows += [
-        Bad(f"{n} outputs", {"out": value((None,) * n)}, ValueError, (r"^out: ", f"{n} entries", "tuple of", "y, "))
+        Bad(
+            f"{n} outputs",
+            {"out": value((None,) * n)},
+            ValueError,
+            (r"^out: ", rf"{n} entr(y|ies);", "tuple of", "y, "),
+        )
         for n in (0, 1, 4)
     ]
     return rows

@@ -1201,8 +1201,9 @@ def test_rows_that_fit_on_chip_are_read_once():
     ],
 )
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
-def test_the_readmes_lengths_are_read_once(norm, names, x, dy, aligned, columns):
-    assert str(columns) in (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+def test_the_lengths_of_the_notes_are_read_once(norm, names, x, dy, aligned, columns):
+    notes = (Path(__file__).parent.parent / "asv_bench" / "NOTES.md").read_text(encoding="utf-8")
+    assert str(columns) in notes.partition("## Long rows")[2].partition("\n## ")[0]
     for name in names.split():
         assert config.backward_config(backward(columns, x, dy, norm=norm), aligned, DEVICES[name]).route != "split"
 
@@ -1443,7 +1444,7 @@ def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(device, norm, columns, n
     assert chosen.shared_bytes + static <= hopper.shared_bytes
 
 
-# On either side of each length that the README names: the blocks of a cluster, or 0 for gangs, where memory is fast.
+# On either side of each length that the notes name: the blocks of a cluster, or 0 for gangs, where memory is fast.
 FAST_EDGES = {
     ("rmsnorm", "bfloat16"): {81920: 8, 81928: 0, 114560: 0, 114568: 16, 131072: 16, 131080: 0},
     ("layernorm", "float16"): {81920: 8, 81928: 0, 114560: 0, 114568: 16, 131072: 16, 131080: 0},

@@ -137,6 +137,19 @@ def test_tensors_under_differentiation_are_refused(torch: Any, device: str, name
         backward("rmsnorm", tensors)
 
 
+def test_what_jax_traces_is_refused() -> None:
+    """A tracer has a shape and a dtype, but lies nowhere."""
+    jax = pytest.importorskip("jax")
+    x = jax.numpy.ones((3, 8))
+    assert len(cupynorm.rmsnorm_forward(x)) == 2
+    for transformed in (
+        jax.jit(lambda x: cupynorm.rmsnorm_forward(x)[0]),
+        jax.grad(lambda x: cupynorm.rmsnorm_forward(x)[0].sum()),
+    ):
+        with pytest.raises(TypeError, match=r"^x: jax\S*Tracer lies nowhere in memory; .*jax\.jit and jax\.grad"):
+            transformed(x)
+
+
 @pytest.mark.parametrize("device", BOTH_DEVICES)
 def test_kinds_of_tensors_that_cannot_be_read_are_refused(torch: Any, device: str) -> None:
     tensors = exported(torch, make_tensors(np, "rmsnorm", (3, 8)))

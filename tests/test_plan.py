@@ -789,9 +789,11 @@ def test_overlaps_agree_with_the_memory(seed: int) -> None:
 def test_out_of_the_wrong_length_is_refused_after_one_of_the_right_length(device: FakeDevice) -> None:
     call = call_of(device, "rmsnorm", out=results_of(device))
     backward("rmsnorm", call)
-    for out in ((), call["out"][:2], (*call["out"], None)):
-        with pytest.raises(ValueError, match=rf"^out: has {len(out)} entries; a tuple of 3"):
+    for out, has in (((), "0 entries"), ((None,), "1 entry"), (call["out"][:2], "2 entries")):
+        with pytest.raises(ValueError, match=rf"^out: has {has}; a tuple of 3"):
             backward("rmsnorm", call | {"out": out})
+    with pytest.raises(ValueError, match=r"^out: has 4 entries; a tuple of 3"):
+        backward("rmsnorm", call | {"out": (*call["out"], None)})
     with pytest.raises(ValueError, match=r"^out: has 3 entries; a tuple of 2"):
         backward("rmsnorm", call | {"has_bias": False})
     del call["has_bias"]

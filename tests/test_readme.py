@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,10 @@ def block_after(mark: str) -> str:
     return match[1]
 
 
-def run(example: str) -> None:
-    exec(compile(example, str(README), "exec"), {"__name__": "readme"})
+def run(example: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "readme"}
+    exec(compile(example, str(README), "exec"), names)
+    return names
 
 
 @pytest.mark.gpu
@@ -35,6 +38,22 @@ def test_cupy_example_on_numpy_arrays() -> None:
 def test_torch_example() -> None:
     pytest.importorskip("torch")
     run(block_after("example: torch"))
+
+
+def test_autograd_example() -> None:
+    """It runs, its gradients are right, and functions that call it compile."""
+    torch = pytest.importorskip("torch")
+    names = run(block_after("example: torch autograd"))
+    x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: names["RMSNorm"].apply(x, w, 1e-6), (x, w))
+
+    def loss(x: Any, w: Any) -> Any:
+        return (2 * names["RMSNorm"].apply(x, w, 1e-6)).sum()
+
+    expected = torch.autograd.grad(loss(x, w), (x, w))
+    found = torch.autograd.grad(torch.compile(loss, backend="eager")(x, w), (x, w))
+    assert all(torch.equal(one, another) for one, another in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("mark", ["main command", "test command"])
