@@ -134,6 +134,8 @@ def kernels_of(row: Row) -> tuple[Kernel, ...]:
     w = problem.ArraySpec((case.columns,), (case.w_dtype.itemsize,), case.w_dtype, 0)
     mean = problem.ArraySpec((case.rows,), (statistic.itemsize,), statistic, 0)
     layernorm = case.norm == "layernorm"
+    # Older trees ask whether rows start at multiples of 16 bytes.
+    aligned = row.alignment if hasattr(config.common, "narrow_vector") else row.alignment == 16
     if case.backward:
         arrays = {"x": x, "w": w, "dy": x, "mean": mean if layernorm else None, "rstd": mean, "dresidual_out": None}
         found = problem.backward_problem(
@@ -145,7 +147,7 @@ def kernels_of(row: Row) -> tuple[Kernel, ...]:
             output_mask=row.output_mask,
             accumulate=False,
         )
-        backward = config.backward_config(found, row.aligned, device)
+        backward = config.backward_config(found, aligned, device)
         kernels = [(f"backward_{backward.route}.cu", backward.definitions)]
         # Older trees have other names for it, or none, and no kernel for few rows.
         names = "unpaced_definitions", "column_blocks_definitions", "dx_alone_definitions"
@@ -159,7 +161,7 @@ def kernels_of(row: Row) -> tuple[Kernel, ...]:
     arrays = {"x": x, "w": w, "b": w if layernorm else None, "residual": None}
     outputs = (None,) * (3 if layernorm else 2)
     found = problem.forward_problem(case.norm, arrays, outputs, eps=1e-5, weight_offset=0.0)
-    forward = config.forward_config(found, row.aligned, device)
+    forward = config.forward_config(found, aligned, device)
     few_rows = getattr(config, "forward_few_rows_definitions", lambda _: None)(forward.definitions)
     of_few = [("forward_few_rows.cu", few_rows)] if few_rows else []
     return ((forward.file, forward.definitions), *of_few)

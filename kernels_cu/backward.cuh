@@ -8,7 +8,7 @@
 //   LAYER_NORM  0: RMSNorm, 1: LayerNorm
 //   X_TYPE      element type of x and dx          DY_TYPE  element type of dy
 //   WANT_DB     1: db is summed as well           VECTOR   1: 16-byte accesses (8, where these do not divide a thread's
-//                                                          columns), 0: single elements
+//                                                          columns), 0: of NARROW_VECTOR elements (element.cuh)
 //   COLUMNS_PER_THREAD     PART_OF_WARP  1: a row takes a warp or less however many columns a thread has
 //   SHORT_ROWS  1: some block has fewer columns of a row than one of its warps would read
 //   WEIGHT_OFFSET  1: w + offset in place of w    PER_HEAD  1: one w for each head
@@ -34,7 +34,7 @@ using Compute = typename ComputeOf<X>::type;
 
 constexpr int kColumnsPerThread = COLUMNS_PER_THREAD;
 constexpr int kWideVector = VECTOR ? 16 / minimum(sizeof(X), sizeof(Dy)) : 1;  // of 16 bytes of the smaller type
-constexpr int kVector = kColumnsPerThread % kWideVector ? kWideVector / 2 : kWideVector;
+constexpr int kVector = !VECTOR ? NARROW_VECTOR : kColumnsPerThread % kWideVector ? kWideVector / 2 : kWideVector;
 constexpr int kVectors = kColumnsPerThread / kVector;
 static_assert(kVectors * kVector == kColumnsPerThread, "the vectors cover a thread's columns exactly");
 
@@ -125,7 +125,7 @@ template <int kCount = kVectors> struct Weights {
 #pragma unroll
             for (int v = 0; v < kVector; ++v) own[k][v] = Compute(at.holds(k));
         }
-        load_columns_of_either<Compute, X>(own, first_column, code, [&](int k) { return at.holds(k) ? at.at(k) : -1; });
+        load_columns_of_either<Compute, X>(as_loaded(own), first_column, code, [&](int i) { return loaded_column(at, i); });
     }
 };
 
@@ -329,7 +329,8 @@ private:
             } else {
 #pragma unroll
                 for (int j = 0; j < kRun; ++j) {
-                    if (const int k = i * kRun + j; own.holds(k)) target[own.at(k)] = Compute(sums[j]);
+                    const int k = (i * kRun + j) / kVector, v = j % kVector;
+                    if (own.holds(k)) target[own.at(k) + v] = Compute(sums[j]);
                 }
             }
         }
@@ -351,7 +352,7 @@ __device__ inline Attendance publish_columns(const BackwardArguments& a, ColumnS
 // (N=3072, 1 GB, in turn 243.2 → 241.6 us, 7168 242.9 → 240.3, on an H200; float32 takes as long), nor where registers run out, nor
 // where several blocks share a row, for which few rows have no kernel.
 constexpr bool kFillsTime = kLayerNorm && kWholeWarps && sizeof(X) == 2 && (kColumnsPerThread == 24 || kColumnsPerThread == 28);
-constexpr bool kSumsByVector = kVector > 1 && kColumnsPerThread <= 32 && !kFillsTime && CLUSTER == 1 && !GANG;
+constexpr bool kSumsByVector = VECTOR && kColumnsPerThread <= 32 && !kFillsTime && CLUSTER == 1 && !GANG;
 
 // The first half of a row's work, for one vector: its share of the row's sums and of the columns' sums. Both take the
 // product dy·(x − mean), which saves an operation; it stays far inside the range of float32 unless dy and x both leave it.

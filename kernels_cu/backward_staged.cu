@@ -93,7 +93,7 @@ constexpr int kSinglesAtOnce = kColumnBytes < 64 || (kColumnBytes == 64 && __CUD
                                : kColumnBytes <= 96 && kFewRegisters                             ? 384
                                : kManySingles && __CUDA_ARCH__ < 1000                            ? 384
                                                                                                  : kMaxThreads;
-constexpr int kThreadsAtOnce = kVector > 1 ? kVectorsAtOnce : kSinglesAtOnce;
+constexpr int kThreadsAtOnce = VECTOR ? kVectorsAtOnce : kSinglesAtOnce;
 
 // LayerNorm with db whose blocks 28 columns a thread fill, or nearly, and which are no clusters: without what the two switches
 // below do for 32 columns it takes less (N=7168, 1 GB, 244.0 → 240.2 us).
@@ -104,7 +104,7 @@ constexpr bool kFillsBlock = kColumnsPerThread == 28 && !kClustered && sizeof(X)
 // kept (N=8192, 100 MB, 39.6 → 37.9; not with 24 columns: 3 to 6% more at 6 MB), and with single columns (12289, 100 MB, 44.4 →
 // 43.8). It takes some 10% longer to compile. Larger types were not timed.
 constexpr bool kHoldsBack = kSumsColumns && kLayerNorm && kWantDb && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps && !kGang &&
-                            (kClustered || kVector == 1 || (kColumnsPerThread > 24 && PACED && !kFillsBlock));
+                            (kClustered || !VECTOR || (kColumnsPerThread > 24 && PACED && !kFillsBlock));
 
 // Steps from a row's first half to its second.
 constexpr int kBehind = kGang ? kGangBehind : 1;
@@ -112,7 +112,7 @@ constexpr int kBehind = kGang ? kGangBehind : 1;
 // Else, whether the partial row is on its way before the last of the block's dx, which is written meanwhile: N=16384, 25 MB,
 // 17.7 → 16.8 us. Not where the compiler takes more registers for it (LayerNorm, 32 columns: 254, not 218),
 // nor with single columns in parts of a warp (N=129 64.9 → 66.2).
-constexpr bool kPublishesInLoop = !kHoldsBack && (kVector > 1 ? kSplitsRows || !kWantDb : kWholeWarps && !kWantDb);
+constexpr bool kPublishesInLoop = !kHoldsBack && (VECTOR ? kSplitsRows || !kWantDb : kWholeWarps && !kWantDb);
 
 // Steps that are asked for first of all, which a ring has room for. RMSNorm gains by two (100 MB 0.9% on average), LayerNorm, an
 // H100, 25 to 100 MB by 0.4%; float32 takes as long with two.
@@ -120,7 +120,7 @@ constexpr int kFirstSteps = sizeof(X) == 2 && sizeof(Dy) == 2 ? 2 : 1;
 
 // Ring of staged.cuh: where registers are few (LayerNorm, N=32768, 1 GB, 244.5 → 243.1 us). RMSNorm takes as long; without pace it
 // loses.
-constexpr bool kSourcesAhead = kVector > 1 && PACED && kLayerNorm && !kFillsBlock;
+constexpr bool kSourcesAhead = VECTOR && PACED && kLayerNorm && !kFillsBlock;
 
 // The exchange of a row's sums, in a block or cluster, or in a gang.
 struct NearExchange : SumExchange<kLayerNorm> {

@@ -29,7 +29,7 @@ constexpr bool kManyColumns = kColumnsPerThread * int(sizeof(Compute)) > 160;
 #endif
 
 // Single columns of whole warps: a question for each, whether it is there, would cost as much as the work on it.
-constexpr bool kReadsAll = kVector == 1 && kWholeWarps && !SHORT_ROWS;
+constexpr bool kReadsAll = !VECTOR && kWholeWarps && !SHORT_ROWS;
 
 // Single columns of rows of which a warp has several, one behind the other in shared memory. If these begin in the same banks, as
 // four of N=129 do, 258 bytes apart, they are turned: a row's lanes begin some quarters of their columns later than those of the row
@@ -41,6 +41,17 @@ constexpr bool kReadsAll = kVector == 1 && kWholeWarps && !SHORT_ROWS;
 constexpr bool kTurns = TURN_ROWS;
 static_assert(!kTurns || (kVector == 1 && !kWholeWarps && kColumnsPerThread % 4 == 0), "a thread's columns make four quarters");
 constexpr int kQuarter = kTurns ? kVectors / 4 : kVectors;
+
+// Columns of w and b are loaded so many at a time: off 16 bytes one by one, wherever they start.
+constexpr int kLoaded = VECTOR ? kVector : 1;
+template <class C, int K> __device__ C (&as_loaded(C (&values)[K][kVector]))[K * kVector / kLoaded][kLoaded] {
+    return reinterpret_cast<C(&)[K * kVector / kLoaded][kLoaded]>(values);
+}
+// Where load i of a thread's begins, -1 where it has no such column. Of Columns, or what else has holds() and at().
+template <class At> __device__ int loaded_column(const At& own, int i) {
+    const int vector = i * kLoaded / kVector;
+    return own.holds(vector) ? own.at(vector) + i * kLoaded % kVector : -1;
+}
 
 // One thread's columns: `kVectors` vectors. A warp's columns follow one another, and it reads consecutive memory. Where the
 // row ends early, a thread holds fewer, or none. With kReadsAll the last warps then start earlier, if the row is long
@@ -56,7 +67,7 @@ struct Columns {
         const int span = lanes * kColumnsPerThread;
         begin = (thread >> log2_of(lanes)) * span;
         first = (thread & (lanes - 1)) * kVector + (kReadsAll && columns >= span ? minimum(begin, columns - span) : begin);
-        if constexpr (kReadsAll) skipped = (begin - first + 31) / 32;
+        if constexpr (kReadsAll) skipped = (begin - first + 32 * kVector - 1) / (32 * kVector);
     }
     // From one vector to the next: known when compiled, where a row takes whole warps.
     __device__ int step() const { return kWholeWarps ? 32 * kVector : lanes * kVector; }
@@ -71,7 +82,7 @@ struct Columns {
     // many, would fill its registers.
     __device__ Columns found_anew() const {
         Columns copy = *this;
-        if constexpr (kVector == 1 || kManyColumns) asm volatile("" : "+r"(copy.first), "+r"(copy.skipped));
+        if constexpr (!VECTOR || kManyColumns) asm volatile("" : "+r"(copy.first), "+r"(copy.skipped));
         return copy;
     }
     // A column that can be read in any case, `other` where the thread has none: work on it is wasted, but needs no branch.

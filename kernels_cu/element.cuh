@@ -126,6 +126,12 @@ __device__ inline float64 fused(float64 a, float64 b, float64 c) { return __fma_
 
 // --- packed vectors -------------------------------------------------------------------------------------------------
 
+// Elements of an access, with VECTOR = 0: rows of x, dy, dx and y start at multiples of so many, and have a multiple of so many
+// columns; w and b may start anywhere.
+#ifndef NARROW_VECTOR
+#define NARROW_VECTOR 1
+#endif
+
 template <int kBytes> struct WordOf { using type = uint4; };
 template <> struct WordOf<8> { using type = uint2; };
 template <> struct WordOf<4> { using type = unsigned; };

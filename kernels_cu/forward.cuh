@@ -21,7 +21,7 @@ using X = X_TYPE;
 using Compute = typename ComputeOf<X>::type;
 
 constexpr int kColumnsPerThread = COLUMNS_PER_THREAD;
-constexpr int kVector = VECTOR ? 16 / int(sizeof(X)) : 1;
+constexpr int kVector = VECTOR ? 16 / int(sizeof(X)) : NARROW_VECTOR;
 constexpr int kVectors = kColumnsPerThread / kVector;
 static_assert(kVectors * kVector == kColumnsPerThread, "the vectors cover a thread's columns exactly");
 

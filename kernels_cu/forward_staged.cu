@@ -46,7 +46,7 @@ private:
 // 24.3. Not with more columns (40: 5120 at 100 MB 25.1 → 26.8), nor in clusters (32768 at 1 GB, of 32 columns then, 168.5 →
 // 199.7), nor in parts of a warp (N=128 at 1 GB 171.5 → 177.4), nor where there is little shared memory: _keeps_b_in_shared() of
 // config/forward.py.
-constexpr bool kBInShared = kLayerNorm && sizeof(X) == 2 && kVector > 1 && kWholeWarps && !kClustered &&
+constexpr bool kBInShared = kLayerNorm && sizeof(X) == 2 && VECTOR && kWholeWarps && !kClustered &&
                             kColumnsPerThread <= 32 && __CUDA_ARCH__ < 1200;
 
 // Threads on a multiprocessor that leave each the registers that it needs, as config/forward.py has it:
@@ -60,7 +60,7 @@ constexpr int kSinglesAtOnce = sizeof(X) == 8 || kFewSingles || __CUDA_ARCH__ >=
                                : kColumnsPerThread <= (kMoreSingles ? 24 : 20)             ? 512
                                : kColumnsPerThread <= (kMoreSingles ? 32 : 24)             ? 384
                                                                                            : kMaxThreads;
-constexpr int kThreadsAtOnce = kVector > 1 ? kVectorsAtOnce : kSinglesAtOnce;
+constexpr int kThreadsAtOnce = VECTOR ? kVectorsAtOnce : kSinglesAtOnce;
 
 // b of a thread's columns, in registers or in shared memory.
 struct Bias {
@@ -74,12 +74,12 @@ struct Bias {
     __device__ static constexpr int shared_bytes(int threads) {
         return kBInShared ? SharedVectors::bytes(kVectors, threads) : 0;
     }
-    template <class ColumnOf>
-    __device__ Bias(const void* first_column, int code, ColumnOf column_of, void* shared_memory)
+    __device__ Bias(const void* first_column, int code, const Columns& at, void* shared_memory)
         : shared{static_cast<Compute*>(shared_memory)} {
+        const auto column_of = [&](int i) { return loaded_column(at, i); };
         fill_columns(own, Compute(0));
-        if constexpr (kLoadsAhead) load_columns_ahead(own, first_column, code, column_of);
-        else load_columns(own, first_column, code, column_of);
+        if constexpr (kLoadsAhead) load_columns_ahead(as_loaded(own), first_column, code, column_of);
+        else load_columns(as_loaded(own), first_column, code, column_of);
     }
     // When it no longer matters that this waits for what was loaded.
     __device__ void settle() const {
@@ -188,8 +188,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const Columns own(share.thread, a.group_threads, share.columns);
     Compute w[kVectors][kVector];
     fill_columns(w, Compute(1));
-    const auto own_column = [&](int k) { return own.holds(k) ? own.at(k) : -1; };
-    const Bias bias(column_address(a.b, a.b_code, share.first_column), a.b_code, own_column, shared);
+    const Bias bias(column_address(a.b, a.b_code, share.first_column), a.b_code, own, shared);
     if (b_first) {
         ring.start<kFirstSteps>(walk, x_part);
         announce_barriers();
@@ -197,7 +196,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     wait_for_barriers();
     w_ahead.wait();
     ring.start_others<kFirstSteps>(walk, x_part);
-    load_columns(w, w_ahead.source, a.w_code, own_column);
+    load_columns(as_loaded(w), w_ahead.source, a.w_code, [&](int i) { return loaded_column(own, i); });
     bias.settle();
 
     const RowMoments<SumExchange<false>> moments(a, own, exchange);

@@ -37,17 +37,17 @@ constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kCluster = CLUSTER;  // known when compiled: at N=65536 RMSNorm took 118 us so, 135 us as an argument
 constexpr bool kClustered = kCluster > 1, kGang = GANG;
 constexpr bool kSplitsRows = kClustered || kGang;  // over several blocks
-static_assert(!kGang || (kCluster == 1 && kVector > 1 && kWholeWarps && sizeof(Compute) == 4), "what gangs were made for");
+static_assert(!kGang || (kCluster == 1 && VECTOR && kWholeWarps && sizeof(Compute) == 4), "what gangs were made for");
 static_assert(!ROW_GAPS || (!kWholeWarps && !kSplitsRows), "of longer rows in vectors a block has one, where there are gaps");
 // Whether there may be gaps between a block's rows. Of single columns in whole warps in any case: a warp's lanes all have the
 // same row, whose place in x and in dy takes no register for each column (152 registers at N=1001, 157 so).
-constexpr bool kHasGaps = ROW_GAPS || (kVector == 1 && kWholeWarps && !kSplitsRows);
+constexpr bool kHasGaps = ROW_GAPS || (!VECTOR && kWholeWarps && !kSplitsRows);
 constexpr int kMaxStages = 8;
 // Of a team: two warps where a thread has 32 or, forward, 64 columns; forward, where a row takes eight lanes or fewer, too (LayerNorm,
 // N=128, 1 GB, 182.6 → 171.5 us). With 24, 28 and 40 a team's copies would be of 3 to 5 KB, which lost; so did four warps in
 // place of two. In the largest clusters, where the blocks wait for each other, a team is the block, but for rows that take nearly
 // all its memory.
-constexpr bool kMayHaveTeams = kVector > 1 && (kWholeWarps || kColumnsPerThread == 32) && (kCluster < 16 || kManyColumns);
+constexpr bool kMayHaveTeams = VECTOR && (kWholeWarps || kColumnsPerThread == 32) && (kCluster < 16 || kManyColumns);
 constexpr int kTeamColumnBytes = kMayHaveTeams ? kColumnsPerThread * int(sizeof(Compute)) : 0;
 constexpr int kTeamThreads = kTeamColumnBytes < 128 ? kMaxThreads : kTeamColumnBytes % 128 == 0 ? 64 : 128;
 constexpr int kTeamWarps = kTeamThreads / 32, kMaxTeams = kMaxThreads / kTeamThreads;
@@ -167,14 +167,14 @@ template <class T, bool kHints> struct RingPart {
         : source(base + share.team_group * row_stride + share.first_column + share.team_column), row_stride(row_stride),
           policy(kHints ? cache_policy(read_once) : 0) {
         const int bytes = with_gaps(share, share.groups * a.slab_columns, share.groups) * int(sizeof(T));
-        static_assert(kVector > 1 || kMaxTeams == 1, "there is room for the words that cover one team's rows");
-        part_bytes = (bytes + (kVector > 1 ? 0 : 128) + 127) / 128 * 128;
+        static_assert(VECTOR || kMaxTeams == 1, "there is room for the words that cover one team's rows");
+        part_bytes = (bytes + (VECTOR ? 0 : 128) + 127) / 128 * 128;
         offset = part_offset + team_start(share) * int(sizeof(T));
     }
     // Where in its place a step's first row begins: as far from a multiple of 128 bytes as in memory. RMSNorm, 100 MB, N=4096,
     // stride N + 3: 38.4 us with places at multiples of 128 bytes, 36.6 us so (and with rows that fill their warps told apart).
     __device__ int lead(int64 row) const {
-        if constexpr (kVector > 1) return 0;
+        if constexpr (VECTOR) return 0;
         const unsigned low_bits = unsigned(reinterpret_cast<unsigned long long>(source));
         return (low_bits + unsigned(row) * unsigned(row_stride * sizeof(T))) % 128;
     }

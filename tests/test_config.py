@@ -110,7 +110,7 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned, norm, rows):
         problem = replace(
             backward(columns, x, dy, rows, norm), x_row_stride=columns + x_gap, dy_row_stride=columns + dy_gap
         )
-        chosen = config.backward_config(problem, aligned, device)
+        chosen = config.backward_config(problem, 16 if aligned else 2, device)
         at = f"{columns} columns, {x_gap} and {dy_gap} between rows: {chosen}"
         vector = "VECTOR=1" in chosen.definitions
         assert (chosen.slabs - 1) * chosen.slab_columns < columns <= chosen.slabs * chosen.slab_columns, at
@@ -170,7 +170,7 @@ def test_28_columns_a_thread_in_place_of_32(columns, name, cluster, per_thread):
     """In vectors, of LayerNorm with db alone; where they fill the lanes of few blocks, it keeps pace. Where x and dy
     differ, RMSNorm and other devices as ever."""
     hopper = DEVICES["sm_90"]
-    chosen = config.backward_config(backward(columns, name, name), True, hopper)
+    chosen = config.backward_config(backward(columns, name, name), 16, hopper)
     assert (chosen.route, chosen.cluster, defined(chosen, "COLUMNS_PER_THREAD")) == ("staged", cluster, per_thread)
     if per_thread == 28:
         fills = chosen.slab_columns == 28 * chosen.group_threads
@@ -179,12 +179,12 @@ def test_28_columns_a_thread_in_place_of_32(columns, name, cluster, per_thread):
         assert name == "float32" or chosen.threads == 256
     problem = backward(columns, name, name)
     others = {
-        "rmsnorm": config.backward_config(replace(problem, norm="rmsnorm", want_db=False), True, hopper),
-        "without db": config.backward_config(replace(problem, want_db=False), True, hopper),
+        "rmsnorm": config.backward_config(replace(problem, norm="rmsnorm", want_db=False), 16, hopper),
+        "without db": config.backward_config(replace(problem, want_db=False), 16, hopper),
         "mixed": config.backward_config(
-            backward(columns, name, "float16" if name == "float32" else "float32"), True, hopper
+            backward(columns, name, "float16" if name == "float32" else "float32"), 16, hopper
         ),
-        "another device": config.backward_config(problem, True, DEVICES["sm_120"]),
+        "another device": config.backward_config(problem, 16, DEVICES["sm_120"]),
     }
     assert {which: defined(other, "COLUMNS_PER_THREAD") for which, other in others.items()} == {
         which: 16 if other.route != "staged" else 32 for which, other in others.items()
@@ -212,12 +212,12 @@ def test_28_columns_a_thread_in_place_of_32(columns, name, cluster, per_thread):
 )
 def test_short_rows_off_16_bytes_leave_few_lanes_without_a_column(name, columns, per_thread, lanes):
     for problem in (backward(columns, name, name), backward(columns, name, name, norm="rmsnorm")):
-        chosen = config.backward_config(problem, False, DEVICES["sm_90"])
+        chosen = config.backward_config(problem, 2, DEVICES["sm_90"])
         assert (defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads) == (per_thread, lanes)
         usual = 8 if name == "float64" else 16
         assert ("PART_OF_WARP=1" in chosen.definitions) == (per_thread != usual)
     mixed = config.backward_config(
-        backward(columns, name, "float64" if name != "float64" else "float32"), False, DEVICES["sm_90"]
+        backward(columns, name, "float64" if name != "float64" else "float32"), 2, DEVICES["sm_90"]
     )
     assert defined(mixed, "COLUMNS_PER_THREAD") == usual
 
@@ -242,7 +242,7 @@ def test_short_rows_off_16_bytes_leave_few_lanes_without_a_column(name, columns,
 )
 def test_short_rows_off_16_bytes_in_the_forward_pass(name, columns, per_thread, lanes, threads_at_once):
     for norm in ("rmsnorm", "layernorm"):
-        chosen = config.forward_config(forward_of(backward(columns, name, name, norm=norm)), False, DEVICES["sm_90"])
+        chosen = config.forward_config(forward_of(backward(columns, name, name, norm=norm)), 2, DEVICES["sm_90"])
         assert (defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads) == (per_thread, lanes)
         assert chosen.threads * blocks_at_once(chosen, DEVICES["sm_90"]) == threads_at_once
 
@@ -269,14 +269,14 @@ def test_short_rows_off_16_bytes_in_the_forward_pass(name, columns, per_thread, 
 def test_rows_off_16_bytes_fill_the_lanes_of_their_warps(columns, per_thread, group, cluster):
     for norm in ("rmsnorm", "layernorm"):
         for chosen in (
-            config.backward_config(backward(columns, "bfloat16", "bfloat16", norm=norm), False, DEVICES["sm_90"]),
+            config.backward_config(backward(columns, "bfloat16", "bfloat16", norm=norm), 2, DEVICES["sm_90"]),
             config.forward_config(
-                forward_of(backward(columns, "bfloat16", "bfloat16", norm=norm)), False, DEVICES["sm_90"]
+                forward_of(backward(columns, "bfloat16", "bfloat16", norm=norm)), 2, DEVICES["sm_90"]
             ),
         ):
             found = defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads, chosen.cluster
             assert found == (per_thread, group, cluster), (norm, chosen)
-    other = config.backward_config(backward(columns, "bfloat16", "bfloat16"), False, DEVICES["sm_120"])
+    other = config.backward_config(backward(columns, "bfloat16", "bfloat16"), 2, DEVICES["sm_120"])
     assert defined(other, "COLUMNS_PER_THREAD") == 16
 
 
@@ -295,9 +295,7 @@ def test_rows_off_16_bytes_fill_the_lanes_of_their_warps(columns, per_thread, gr
     ],
 )
 def test_rows_of_one_warp_off_16_bytes_have_more_warps_where_memory_is_fast(norm, rows, columns, device, warps):
-    chosen = config.backward_config(
-        backward(columns, "bfloat16", "bfloat16", rows=rows, norm=norm), False, DEVICES[device]
-    )
+    chosen = config.backward_config(backward(columns, "bfloat16", "bfloat16", rows=rows, norm=norm), 2, DEVICES[device])
     assert chosen.threads * blocks_at_once(chosen, DEVICES[device]) == 32 * warps
 
 
@@ -320,7 +318,7 @@ def test_rows_of_one_warp_off_16_bytes_have_more_warps_where_memory_is_fast(norm
 )
 def test_a_stage_more_off_16_bytes_where_memory_is_fast(norm, columns, name, stages):
     problem = backward(columns, name, name, norm=norm)
-    found = tuple(config.backward_config(problem, False, DEVICES[which]).stages for which in ("sm_90", "sm_90_slow"))
+    found = tuple(config.backward_config(problem, 2, DEVICES[which]).stages for which in ("sm_90", "sm_90_slow"))
     assert found == stages
 
 
@@ -339,7 +337,7 @@ def test_a_warps_rows_are_turned_where_that_spreads_them_over_the_banks(gaps):
     for columns in range(1, 513):
         strides = [columns + gap for gap in gaps]
         problem = replace(backward(columns, "bfloat16", "bfloat16"), x_row_stride=strides[0], dy_row_stride=strides[1])
-        chosen = config.backward_config(problem, False, DEVICES["sm_90"])
+        chosen = config.backward_config(problem, 2, DEVICES["sm_90"])
         turn, lanes, per_thread = config.turn_of_rows(chosen, problem), chosen.group_threads, chosen.per_thread
         assert ("TURN_ROWS=1" in chosen.definitions) == ((per_thread, lanes) in {(12, 8), (20, 8), (20, 16)}), columns
         if "TURN_ROWS=1" not in chosen.definitions:
@@ -349,7 +347,7 @@ def test_a_warps_rows_are_turned_where_that_spreads_them_over_the_banks(gaps):
         assert found[turn] == min(found), columns
         assert turn == 0 or found[turn] < found[0], columns
     problems = [backward(columns, "bfloat16", "bfloat16") for columns in (65, 90, 129, 133, 147, 141, 257)]
-    turns = [config.turn_of_rows(config.backward_config(p, False, DEVICES["sm_90"]), p) for p in problems]
+    turns = [config.turn_of_rows(config.backward_config(p, 2, DEVICES["sm_90"]), p) for p in problems]
     assert turns == [1, 0, 1, 2, 3, 0, 1]
 
 
@@ -385,7 +383,7 @@ def apart(columns: int, name: str, rows: int, norm: str, gap: int = 64) -> NormP
 def test_walkers_of_rows_that_lie_apart(norm, rows, columns, name, gap, fast, slow):
     problem = apart(columns, name, rows, norm, gap)
     for device, expected in ((DEVICES["sm_90"], fast), (DEVICES["sm_90_slow"], slow)):
-        chosen = config.backward_config(problem, columns % 8 == 0, device)
+        chosen = config.backward_config(problem, 16 if columns % 8 == 0 else 2, device)
         at_once = 132 * blocks_at_once(chosen, device)
         assert (chosen.groups, config.grid(chosen, problem, at_once, device)) == (1, config.Grid(expected)), device
 
@@ -406,11 +404,11 @@ def test_column_blocks_beside_rows_that_lie_apart(norm, rows, columns, name, exp
     """Of at most APART_ROWS; rows without gaps have them here in any case."""
     device = DEVICES["sm_90_slow"]
     problem = apart(columns, name, rows, norm)
-    chosen = config.backward_config(problem, True, device)
+    chosen = config.backward_config(problem, 16, device)
     found = config.grid(chosen, problem, 132 * blocks_at_once(chosen, device), device)
     assert (found.column_blocks > 0) == expected
     dense = backward(columns, name, name, rows=rows, norm=norm)
-    chosen = config.backward_config(dense, True, device)
+    chosen = config.backward_config(dense, 16, device)
     assert config.grid(chosen, dense, 132 * blocks_at_once(chosen, device), device).column_blocks > 0
 
 
@@ -428,7 +426,7 @@ def test_column_blocks_beside_rows_that_lie_apart(norm, rows, columns, name, exp
 def test_column_blocks_beside_rows_that_lie_apart_where_memory_is_fast(norm, rows, columns, expected):
     device = DEVICES["sm_90"]
     problem = apart(columns, "bfloat16", rows, norm)
-    chosen = config.backward_config(problem, True, device)
+    chosen = config.backward_config(problem, 16, device)
     found = config.grid(chosen, problem, 132 * blocks_at_once(chosen, device), device)
     assert (found.column_blocks > 0) == expected
 
@@ -445,7 +443,7 @@ def test_column_blocks_beside_rows_that_lie_apart_where_memory_is_fast(norm, row
 def test_forward_blocks_of_rows_that_lie_apart(norm, columns, name, gap, dense, blocks):
     for distance, expected in ((0, dense), (gap, blocks)):
         problem = forward_of(apart(columns, name, 4096, norm, distance))
-        chosen = config.forward_config(problem, columns % 8 == 0, DEVICES["sm_90"])
+        chosen = config.forward_config(problem, 16 if columns % 8 == 0 else 2, DEVICES["sm_90"])
         assert blocks_at_once(chosen, DEVICES["sm_90"]) == expected
 
 
@@ -472,11 +470,11 @@ def test_what_is_drawn_of_rows_that_lie_apart(norm, columns, name, gaps, fast, s
     aligned = columns % 8 == 0
     for gap, (device, expected) in product(gaps, (("sm_90", fast), ("sm_100", fast), ("sm_90_slow", slow))):
         problem = forward_of(apart(columns, name, 100_000, norm, gap))
-        chosen = config.forward_config(problem, aligned, DEVICES[device])
+        chosen = config.forward_config(problem, 16 if aligned else 2, DEVICES[device])
         assert chosen.threads == chosen.group_threads
         assert chosen.drawn_part == expected, (device, gap)
     problem = forward_of(apart(columns, name, 100_000, norm, 0))
-    assert config.forward_config(problem, aligned, DEVICES["sm_90"]).drawn_part == dense
+    assert config.forward_config(problem, 16 if aligned else 2, DEVICES["sm_90"]).drawn_part == dense
 
 
 @pytest.mark.parametrize(
@@ -486,7 +484,7 @@ def test_what_is_drawn_of_rows_that_lie_apart(norm, columns, name, gaps, fast, s
 def test_column_blocks_of_float32s_shortest_rows(rows, columns, expected):
     """FLOAT32_ROWS: lanes that a short row leaves idle sum nothing."""
     problem = backward(columns, "float32", "float32", rows=rows)
-    chosen = config.backward_config(problem, True, DEVICES["sm_90_slow"])
+    chosen = config.backward_config(problem, 16, DEVICES["sm_90_slow"])
     assert config.grid(chosen, problem, 132, DEVICES["sm_90_slow"]).column_blocks == expected
 
 
@@ -499,9 +497,9 @@ def what_orders_a_rows_sums(chosen: config.BackwardConfig) -> tuple[object, ...]
 @pytest.mark.parametrize("x", DTYPES)
 def test_what_orders_a_rows_sums_does_not_depend_on_the_number_of_rows(device, x, aligned, norm):
     for columns in COLUMNS:
-        many = config.backward_config(backward(columns, x, x, 1 << 20, norm), aligned, device)
+        many = config.backward_config(backward(columns, x, x, 1 << 20, norm), 16 if aligned else 2, device)
         for rows in (1, 2, 3, 5, 8, 100):
-            few = config.backward_config(backward(columns, x, x, rows, norm), aligned, device)
+            few = config.backward_config(backward(columns, x, x, rows, norm), 16 if aligned else 2, device)
             assert what_orders_a_rows_sums(few) == what_orders_a_rows_sums(many), (columns, rows)
 
 
@@ -512,7 +510,7 @@ def test_a_staged_block_has_no_more_groups_than_rows_but_whole_warps():
         (1024, 1, 1), (1024, 3, 4), (1024, 1 << 20, 8),  # of 32
         (128, 1, 4), (128, 5, 8), (128, 1 << 20, 32),  # of 8
     ):  # fmt: skip
-        chosen = config.backward_config(backward(columns, "bfloat16", "bfloat16", rows), True, hopper)
+        chosen = config.backward_config(backward(columns, "bfloat16", "bfloat16", rows), 16, hopper)
         assert chosen.groups == groups, (columns, rows)
         assert chosen.threads % 32 == 0
 
@@ -524,7 +522,7 @@ def test_gaps_between_long_rows_change_neither_the_kernel_nor_the_order_of_sums(
     for columns in (n for n in COLUMNS if n > 513):
         dense = backward(columns, x, x)
         gaps = replace(dense, x_row_stride=columns + 16)
-        one, another = (config.backward_config(problem, aligned, device) for problem in (dense, gaps))
+        one, another = (config.backward_config(problem, 16 if aligned else 2, device) for problem in (dense, gaps))
         assert one.definitions == another.definitions, columns
         assert one.group_threads == another.group_threads, columns
         assert one.slab_columns == another.slab_columns, columns
@@ -534,7 +532,7 @@ def test_gaps_between_long_rows_change_neither_the_kernel_nor_the_order_of_sums(
 def test_partials_stay_within_the_workspace(device, x):
     for columns in COLUMNS:
         problem = backward(columns, x, x, rows=1 << 24)
-        chosen = config.backward_config(problem, True, device)
+        chosen = config.backward_config(problem, 16, device)
         walkers = config.walkers.partial_rows(chosen, problem, 2048 // chosen.cluster, device)
         assert walkers >= 1
         if walkers > 1:
@@ -544,7 +542,7 @@ def test_partials_stay_within_the_workspace(device, x):
 def test_no_more_walkers_than_rows(device):
     for rows in (1, 2, 7, 131, 132, 133):
         problem = backward(4096, "bfloat16", "bfloat16", rows=rows)
-        chosen = config.backward_config(problem, True, device)
+        chosen = config.backward_config(problem, 16, device)
         walkers = config.walkers.partial_rows(chosen, problem, 1000, device)
         assert (walkers - 1) * chosen.groups < rows
 
@@ -568,14 +566,14 @@ def test_walkers_are_left_out_where_it_was_measured():
     rows = 4069  # two a step
     problem = backward(4096, "bfloat16", "bfloat16", rows=rows)
     for aligned, expected in ((True, 128), (False, 132)):
-        chosen = config.backward_config(problem, aligned, device)
+        chosen = config.backward_config(problem, 16 if aligned else 2, device)
         assert config.grid(chosen, problem, 132, device).walkers == expected
 
     def forward_walkers(columns: int, at_once: int, rows: int) -> int:
         forward = replace(
             backward(columns, "bfloat16", "bfloat16"), direction="forward", dy_dtype=None, dy_row_stride=0
         )
-        return config.forward_walkers(config.forward_config(forward, True, device), rows, at_once, device)
+        return config.forward_walkers(config.forward_config(forward, 16, device), rows, at_once, device)
 
     assert forward_walkers(4096, 396, rows) == 396  # several blocks share a multiprocessor
     assert forward_walkers(10240, 132, 2035) == 128
@@ -589,7 +587,7 @@ def test_walkers_are_left_out_where_it_was_measured():
 def test_short_rows_are_those_that_leave_a_warp_columns_to_read(norm, aligned):
     """Of single columns; as columns.cuh, which then asks for each of them."""
     found = {
-        columns: "SHORT_ROWS=1" in config.backward_config(problem, aligned, DEVICES["sm_90"]).definitions
+        columns: "SHORT_ROWS=1" in config.backward_config(problem, 16 if aligned else 2, DEVICES["sm_90"]).definitions
         for columns in (129, 512, 513, 1000, 1023, 1024, 1025, 1279, 1280, 1281, 4095, 10241, 65537, 131073, 262145)
         for problem in [backward(columns, "bfloat16", "bfloat16", norm=norm)]
     }
@@ -602,7 +600,7 @@ def test_no_warp_reads_single_columns_that_are_not_there(device, x, dy):
     """What kernels compiled without SHORT_ROWS take for granted: all blocks have as many columns as a warp reads."""
     lengths = [*range(1, 2700, 7), *range(2701, 300000, 1553), *(n + m for n in LENGTHS for m in (-1, 1))]
     for columns, norm in product(lengths, ("rmsnorm", "layernorm")):
-        chosen = config.backward_config(backward(columns, x, dy, norm=norm), False, device)
+        chosen = config.backward_config(backward(columns, x, dy, norm=norm), 2, device)
         per_thread = chosen.per_thread
         part = "PART_OF_WARP=1" in chosen.definitions
         if chosen.route == "staged" and per_thread > config.common.columns_per_thread(x) and not part:
@@ -624,7 +622,7 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
     for (columns, rows), gap, norm in product(rows_and_columns, (0, 16), ("rmsnorm", "layernorm")):
         problem = backward(columns, x, dy, rows=rows, norm=norm)
         problem = replace(problem, want_dx=want_dx, x_row_stride=columns + gap)
-        chosen = config.backward_config(problem, aligned, device)
+        chosen = config.backward_config(problem, 16 if aligned else 2, device)
         for together in (1, 2, 3):
             row_blocks = chosen.slabs if chosen.route == "staged" else 1
             at_once = max(1, together * device.multiprocessors // row_blocks - 1)
@@ -691,7 +689,7 @@ def test_the_gpu_tests_have_blocks_that_share_rows(name):
     """test_blocks_that_share_rows of test_cuda_runtime.py."""
     for (rows, columns), norm in product(SHARED, ("rmsnorm", "layernorm")):
         problem = backward(columns, "bfloat16", "bfloat16", rows=rows, norm=norm)
-        chosen = config.backward_config(problem, True, DEVICES[name])
+        chosen = config.backward_config(problem, 16, DEVICES[name])
         found = config.grid(chosen, problem, 264 if columns <= 512 else 132, DEVICES[name])
         assert found.row_parts > 1, (rows, columns, norm)
 
@@ -704,7 +702,7 @@ def test_the_gpu_tests_have_blocks_that_share_rows(name):
 def test_the_longest_rows_have_column_blocks(name, rows, columns, cluster, column_blocks, slices):
     """Also where there are more slices than blocks: a block of these takes one after the other."""
     problem = backward(columns, "bfloat16", "bfloat16", rows=rows)
-    chosen = config.backward_config(problem, True, DEVICES[name])
+    chosen = config.backward_config(problem, 16, DEVICES[name])
     found = config.grid(chosen, problem, 132 // chosen.slabs, DEVICES[name])
     assert (chosen.slabs, found.column_blocks) == (cluster, column_blocks)
     assert columns == slices * found.column_threads * 8, "a thread of these sums eight columns"
@@ -777,7 +775,7 @@ ON_H200 = [
 def test_column_blocks_of_an_h200(norm, rows, columns, x, dy, aligned, at_once, expected):
     """What is said beside the constants of column_blocks.py."""
     problem = backward(columns, x, dy, rows=rows, norm=norm)
-    chosen = config.backward_config(problem, aligned, DEVICES["sm_90"])
+    chosen = config.backward_config(problem, 16 if aligned else 2, DEVICES["sm_90"])
     assert shape_of(chosen, config.grid(chosen, problem, at_once, DEVICES["sm_90"])) == expected
 
 
@@ -811,7 +809,7 @@ def test_column_blocks_of_an_h200(norm, rows, columns, x, dy, aligned, at_once, 
 def test_column_blocks_where_memory_is_slow(norm, rows, columns, fast, slow):
     problem = backward(columns, "bfloat16", "bfloat16", rows=rows, norm=norm)
     for name, expected in (("sm_90", fast), ("sm_90_slow", slow)):
-        chosen = config.backward_config(problem, True, DEVICES[name])
+        chosen = config.backward_config(problem, 16, DEVICES[name])
         found = config.grid(chosen, problem, 132, DEVICES[name])
         assert (found.column_blocks > 0) == expected, (name, found)
 
@@ -848,7 +846,7 @@ def test_column_blocks_where_memory_is_slow(norm, rows, columns, fast, slow):
 def test_column_blocks_in_float32(norm, rows, columns, at_once, expected):
     """What is said beside FLOAT32_BYTES."""
     problem = backward(columns, "float32", "float32", rows=rows, norm=norm)
-    chosen = config.backward_config(problem, True, DEVICES["sm_90_slow"])
+    chosen = config.backward_config(problem, 16, DEVICES["sm_90_slow"])
     assert shape_of(chosen, config.grid(chosen, problem, at_once, DEVICES["sm_90_slow"])) == expected
 
 
@@ -868,7 +866,7 @@ def test_column_blocks_in_float32(norm, rows, columns, at_once, expected):
 )
 def test_column_blocks_without_dx_or_db(rows, columns, at_once, want_dx, expected):
     problem = replace(backward(columns, "bfloat16", "bfloat16", rows=rows), want_dx=want_dx, want_db=not want_dx)
-    chosen = config.backward_config(problem, True, DEVICES["sm_90"])
+    chosen = config.backward_config(problem, 16, DEVICES["sm_90"])
     assert shape_of(chosen, config.grid(chosen, problem, at_once, DEVICES["sm_90"])) == expected
 
 
@@ -884,7 +882,7 @@ def test_one_row_has_column_blocks_where_its_sums_are_narrowed_or_it_is_long():
         problem = replace(
             backward(columns, "bfloat16", "bfloat16", rows=1), w_dtype=DTYPES[w], want_dx=want_dx, want_db=want_dx
         )
-        chosen = config.backward_config(problem, aligned, DEVICES["sm_90"])
+        chosen = config.backward_config(problem, 16 if aligned else 2, DEVICES["sm_90"])
         assert config.few_rows_blocks(chosen, problem, True, DEVICES["sm_90"]) is None
         found = config.grid(chosen, problem, 132 // chosen.slabs, DEVICES["sm_90"])
         assert found.column_blocks == expected, (columns, w, aligned)
@@ -904,12 +902,12 @@ def test_few_rows_fit_their_blocks(device, x, dy):
     assert f"kMostThreads = {most_threads[False]};" in source
     assert "kHasBoth = kSumsByVector && kWholeWarps && sizeof(X) == 2 && sizeof(Dy) == 2;" in source
     assert f"kMaxThreads = {most_threads[True]};" in source_of("staged.cuh")
-    assert f"kSumsByVector = kVector > 1 && kColumnsPerThread <= {many} &&" in source_of("backward.cuh")
+    assert f"kSumsByVector = VECTOR && kColumnsPerThread <= {many} &&" in source_of("backward.cuh")
     assert f"kSumVectors = {config.few_rows.FEW_ROWS_SUM_VECTORS};" in source
     least_gap = 16 // min(DTYPES[x].itemsize, DTYPES[dy].itemsize)
     for columns, rows, norm, gap in product(COLUMNS, (1, 2, 60, 250, 1000), ("rmsnorm", "layernorm"), (0, least_gap)):
         problem = replace(backward(columns, x, dy, rows=rows, norm=norm), x_row_stride=columns + gap)
-        chosen = config.backward_config(problem, True, device)
+        chosen = config.backward_config(problem, 16, device)
         few = config.few_rows_blocks(chosen, problem, True, device)
         definitions = config.few_rows_definitions(chosen)
         if few is None:
@@ -996,7 +994,7 @@ def test_few_rows_fit_their_blocks(device, x, dy):
 def test_few_rows_on_an_h200(norm, rows, columns, x, expected):
     problem = backward(columns, x, x, rows=rows, norm=norm)
     for name in ("sm_90", "sm_90_slow"):
-        few = config.few_rows_blocks(config.backward_config(problem, True, DEVICES[name]), problem, True, DEVICES[name])
+        few = config.few_rows_blocks(config.backward_config(problem, 16, DEVICES[name]), problem, True, DEVICES[name])
         found = few and (few.threads, few.block_rows, few.row_blocks, few.column_blocks, few.column_threads)
         assert found == expected
 
@@ -1005,7 +1003,7 @@ def test_few_rows_need_dx_and_vectors(device):
     for columns, change in product((128, 1024), ({"want_dx": False}, {"want_dw": False, "want_db": False}, {})):
         problem = replace(backward(columns, "float16", "float16", rows=9), **change)
         for aligned in (False, True):
-            chosen = config.backward_config(problem, aligned, device)
+            chosen = config.backward_config(problem, 16 if aligned else 2, device)
             few = config.few_rows_blocks(chosen, problem, True, device)
             assert (few is not None) == (aligned and problem.want_dx and device.has_clusters)
             assert few is None or (few.column_blocks > 0) == problem.want_dw
@@ -1023,7 +1021,7 @@ def test_few_rows_of_the_forward_pass_fit_their_blocks(device, x):
     for columns, rows, norm, gap in product(COLUMNS, (1, 2, 60, 250, 1000, 9000), ("rmsnorm", "layernorm"), (0, 8)):
         problem = replace(forward_of(backward(columns, x, x, rows, norm)), x_row_stride=columns + gap)
         for aligned in (True, False):
-            chosen = config.forward_config(problem, aligned, device)
+            chosen = config.forward_config(problem, 16 if aligned else 2, device)
             few = config.forward_few_rows(chosen, problem, device)
             if few is None:
                 continue
@@ -1072,7 +1070,7 @@ def test_few_rows_of_the_forward_pass_fit_their_blocks(device, x):
 def test_few_rows_of_the_forward_pass_on_an_h200(norm, rows, columns, x, expected):
     problem = forward_of(backward(columns, x, x, rows, norm))
     for name in ("sm_90", "sm_90_slow"):
-        few = config.forward_few_rows(config.forward_config(problem, True, DEVICES[name]), problem, DEVICES[name])
+        few = config.forward_few_rows(config.forward_config(problem, 16, DEVICES[name]), problem, DEVICES[name])
         assert (few and (few.threads, few.blocks)) == expected
 
 
@@ -1085,7 +1083,7 @@ def test_w_of_a_third_type_has_its_kernels_among_the_variants(device):
 def test_fewer_column_blocks_on_a_small_device(multiprocessors, expected):
     device = config.Device((9, 0), multiprocessors, 232448)
     problem = backward(4096, "float32", "float32", rows=150, norm="rmsnorm")
-    chosen = config.backward_config(problem, True, device)
+    chosen = config.backward_config(problem, 16, device)
     assert shape_of(chosen, config.grid(chosen, problem, multiprocessors, device)) == expected
 
 
@@ -1094,7 +1092,7 @@ def test_the_gpu_tests_have_launches_with_and_without_column_blocks():
     for columns, aligned in [*((n, True) for n in LENGTHS), *((n - 5, False) for n in LENGTHS if n < 10000)]:
         for many in (False, True):
             problem = backward(columns, "bfloat16", "bfloat16", rows=rows_of(columns, many))
-            chosen = config.backward_config(problem, aligned, device)
+            chosen = config.backward_config(problem, 16 if aligned else 2, device)
             at_once = at_once_on_h200(chosen)
             assert (config.grid(chosen, problem, at_once, device).column_blocks == 0) == many, (columns, many)
 
@@ -1106,7 +1104,9 @@ def test_nan_and_threads_are_tried_with_and_without_column_blocks():
     def kinds(cases):
         for case in cases:
             problem = backward(case.columns, case.x, case.dy, rows=case.rows, norm=case.norm)
-            chosen = config.backward_config(problem, case.columns * DTYPES[case.x].itemsize % 16 == 0, device)
+            chosen = config.backward_config(
+                problem, 16 if case.columns * DTYPES[case.x].itemsize % 16 == 0 else 2, device
+            )
             at_once = at_once_on_h200(chosen)
             yield case.columns, case.norm, config.grid(chosen, problem, at_once, device).column_blocks > 0
 
@@ -1122,7 +1122,7 @@ def test_column_blocks_leave_walkers_enough(multiprocessors):
     device = config.Device((9, 0), multiprocessors, 232448)
     for columns, rows in product((128, 1024, 4096, 8192, 16384, 65536), (1, 8, 64, 400, 512)):
         problem = backward(columns, "bfloat16", "bfloat16", rows=rows)
-        chosen = config.backward_config(problem, True, device)
+        chosen = config.backward_config(problem, 16, device)
         for a_multiprocessor in (1, 2):
             at_once = max(1, multiprocessors * a_multiprocessor // chosen.slabs)
             found = config.grid(chosen, problem, at_once, device)
@@ -1134,7 +1134,7 @@ def test_column_blocks_leave_walkers_enough(multiprocessors):
 def test_much_data_has_no_column_blocks(device):
     for columns in (128, 1024, 4096, 16384, 262144):
         problem = backward(columns, "bfloat16", "bfloat16", rows=150_000_000 // 6 // columns)
-        chosen = config.backward_config(problem, True, device)
+        chosen = config.backward_config(problem, 16, device)
         assert config.grid(chosen, problem, max(1, 132 // chosen.slabs), device).column_blocks == 0
 
 
@@ -1168,7 +1168,7 @@ def test_rows_that_fit_on_chip_are_read_once():
     hopper, ampere = DEVICES["sm_90"], DEVICES["sm_80"]
 
     def route(columns, x, device, aligned=True):
-        return config.backward_config(backward(columns, x, x), aligned, device).route
+        return config.backward_config(backward(columns, x, x), 16 if aligned else 2, device).route
 
     assert {route(n, "bfloat16", hopper) for n in (1024, 8192, 65536, 131072, 262144)} == {"staged"}
     assert {route(n, "bfloat16", hopper, aligned=False) for n in (1001, 8191, 65535, 131071)} == {"staged"}
@@ -1205,7 +1205,10 @@ def test_the_lengths_of_the_notes_are_read_once(norm, names, x, dy, aligned, col
     notes = (Path(__file__).parent.parent / "asv_bench" / "NOTES.md").read_text(encoding="utf-8")
     assert str(columns) in notes.partition("## Long rows")[2].partition("\n## ")[0]
     for name in names.split():
-        assert config.backward_config(backward(columns, x, dy, norm=norm), aligned, DEVICES[name]).route != "split"
+        assert (
+            config.backward_config(backward(columns, x, dy, norm=norm), 16 if aligned else 2, DEVICES[name]).route
+            != "split"
+        )
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -1216,7 +1219,7 @@ def test_forward_configs_hold_their_rows(device, x, aligned):
         problem = replace(
             backward(columns, x, x), direction="forward", dy_dtype=None, dy_row_stride=0, x_row_stride=columns + gap
         )
-        chosen = config.forward_config(problem, aligned, device)
+        chosen = config.forward_config(problem, 16 if aligned else 2, device)
         at = f"{columns} columns, {gap} between rows: {chosen}"
         vector = "VECTOR=1" in chosen.definitions
         per_thread = defined(chosen, "COLUMNS_PER_THREAD")
@@ -1248,7 +1251,7 @@ def test_b_in_shared_memory_and_the_ring_have_room(device, x, norm):
     for columns, aligned, rows in product(lengths, (True, False), (1, 4096)):
         problem = backward(columns, x, x, rows, norm=norm)
         problem = forward_of(problem)
-        chosen = config.forward_config(problem, aligned, device)
+        chosen = config.forward_config(problem, 16 if aligned else 2, device)
         if chosen.kernel != "forward_staged":
             continue
         per_thread, itemsize = defined(chosen, "COLUMNS_PER_THREAD"), DTYPES[x].itemsize
@@ -1286,7 +1289,7 @@ def test_b_in_shared_memory_and_the_ring_have_room(device, x, norm):
 def test_forward_blocks_of_an_h200(norm, name, columns, per_thread, threads, blocks):
     device = DEVICES["sm_90"]
     problem = forward_of(backward(columns, name, name, norm=norm))
-    chosen = config.forward_config(problem, columns % 8 == 0, device)
+    chosen = config.forward_config(problem, 16 if columns % 8 == 0 else 2, device)
     assert (defined(chosen, "COLUMNS_PER_THREAD"), chosen.threads, chosen.cluster) == (per_thread, threads, 1)
     assert blocks_at_once(chosen, device) == blocks
 
@@ -1297,9 +1300,9 @@ def test_walks_and_drawn_steps_cover_all_rows(name):
     for columns in (128, 384, 768, 1024, 4096, 6144, 16384, 65536):
         problem = backward(columns, "bfloat16", "bfloat16", norm="rmsnorm")
         problem = forward_of(problem)
-        chosen = config.forward_config(problem, True, DEVICES[name])
+        chosen = config.forward_config(problem, 16, DEVICES[name])
         assert (chosen.drawn_part > 0) == (columns < 16384), columns
-        layernorm = config.forward_config(replace(problem, norm="layernorm"), True, DEVICES[name])
+        layernorm = config.forward_config(replace(problem, norm="layernorm"), 16, DEVICES[name])
         least = 0 if DEVICES[name].has_slow_memory else 512
         assert (layernorm.drawn_part > 0) == (least < columns < 32768), columns
         for walkers, steps, more in product((1, 30, 528), (1, 15, 16, 17, 100, 1000), (-1, 0, 1)):
@@ -1326,7 +1329,7 @@ def test_steps_are_left_to_be_drawn_where_the_kernel_draws(norm, name, device):
     for columns, aligned in product((1, 8, 96, 129, 256, 384, 512, 513, 1001, 2048, 4096, 12288, 65536), (True, False)):
         problem = backward(columns, name, name, norm=norm)
         problem = forward_of(problem)
-        chosen = config.forward_config(problem, aligned, device)
+        chosen = config.forward_config(problem, 16 if aligned else 2, device)
         definitions = dict(text.split("=") for text in chosen.definitions)
         per_thread = int(definitions["COLUMNS_PER_THREAD"])
         whole_warps = "PART_OF_WARP" not in definitions and per_thread > (8 if name == "float64" else 16)
@@ -1343,7 +1346,7 @@ def test_long_launches_have_less_in_flight():
         *((1537, "float32", "float32", False), (1024, "bfloat16", "float32", True), (8192, "float32", "float32", True)),
     ):
         long, short = (
-            config.backward_config(backward(columns, name, dy_name, rows, "rmsnorm"), aligned, device)
+            config.backward_config(backward(columns, name, dy_name, rows, "rmsnorm"), 16 if aligned else 2, device)
             for rows in (400_000, 6_000)
         )
         limited = aligned and name == dy_name and columns < 8192  # of 8192 a block has one group already
@@ -1395,7 +1398,7 @@ PACED_LAYERNORM = {
 )
 def test_long_rows_fill_the_lanes_of_their_blocks(norm, columns, name, per_thread, cluster, paced):
     """In vectors, of one type. With db LayerNorm keeps pace where its loop is fast enough for fewer multiprocessors."""
-    chosen = config.backward_config(backward(columns, name, name, norm=norm), True, DEVICES["sm_90"])
+    chosen = config.backward_config(backward(columns, name, name, norm=norm), 16, DEVICES["sm_90"])
     assert (chosen.route, chosen.cluster, defined(chosen, "COLUMNS_PER_THREAD")) == ("staged", cluster, per_thread)
     assert (chosen.lead > 0) == ("PACED=1" in chosen.definitions) == paced
 
@@ -1404,7 +1407,7 @@ def test_layernorms_rows_of_40_columns_a_thread_have_one_block_where_memory_is_s
     """If all lanes have 40."""
     for columns, expected in ((8448, (1, 1)), (8456, (2, 2)), (10232, (2, 2)), (10240, (2, 1)), (20480, (4, 4))):
         problem = backward(columns, "bfloat16", "bfloat16")
-        found = tuple(config.backward_config(problem, True, DEVICES[n]).cluster for n in ("sm_90", "sm_90_slow"))
+        found = tuple(config.backward_config(problem, 16, DEVICES[n]).cluster for n in ("sm_90", "sm_90_slow"))
         assert found == expected, columns
 
 
@@ -1429,7 +1432,7 @@ def test_layernorms_rows_of_40_columns_a_thread_have_one_block_where_memory_is_s
 @pytest.mark.parametrize("device", ["sm_90", "sm_90_slow"])
 def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(device, norm, columns, name, blocks, slab):
     hopper = DEVICES[device]
-    chosen = config.backward_config(backward(columns, name, name, norm=norm), True, hopper)
+    chosen = config.backward_config(backward(columns, name, name, norm=norm), 16, hopper)
     assert (chosen.route, chosen.gang, chosen.slabs, chosen.slab_columns) == ("staged", True, blocks, slab)
     assert {"GANG=1", "CLUSTER=1", "PACED=1", "COLUMNS_PER_THREAD=32"} <= set(chosen.definitions)
     assert chosen.threads == chosen.group_threads == 512 // DTYPES[name].itemsize
@@ -1458,7 +1461,7 @@ def test_clusters_of_sixteen_stand_beside_gangs_where_memory_is_fast(norm, name)
     """From 14 KB of a row for each block on; where it is slow, clusters of eight alone."""
     for columns, fast in FAST_EDGES[norm, name].items():
         for device, blocks in (("sm_90", fast), ("sm_90_slow", 8 if fast == 8 else 0)):
-            chosen = config.backward_config(backward(columns, name, name, norm=norm), True, DEVICES[device])
+            chosen = config.backward_config(backward(columns, name, name, norm=norm), 16, DEVICES[device])
             assert (chosen.gang, chosen.cluster) == (blocks == 0, blocks or 1), (columns, device)
 
 
@@ -1471,12 +1474,12 @@ def test_gangs_are_no_larger_than_the_device_and_of_one_type():
         (262144, "bfloat16", "float32", True, "layernorm"),
         (262144, "bfloat16", "bfloat16", False, "rmsnorm"),
     ):
-        chosen = config.backward_config(backward(columns, x, dy, norm=norm), aligned, hopper)
+        chosen = config.backward_config(backward(columns, x, dy, norm=norm), 16 if aligned else 2, hopper)
         assert (chosen.route, chosen.gang) == ("split", False), (columns, x, dy, aligned)
     for device in (DEVICES["sm_80"], DEVICES["sm_120"], hopper._replace(multiprocessors=31)):
-        assert not config.backward_config(backward(262144, "bfloat16", "bfloat16"), True, device).gang
+        assert not config.backward_config(backward(262144, "bfloat16", "bfloat16"), 16, device).gang
     assert config.backward_config(
-        backward(262144, "bfloat16", "bfloat16"), True, hopper._replace(multiprocessors=32)
+        backward(262144, "bfloat16", "bfloat16"), 16, hopper._replace(multiprocessors=32)
     ).gang
 
 
@@ -1524,7 +1527,7 @@ def test_forward_has_more_in_flight_where_each_walker_has_few_steps(norm, column
     take."""
     hopper = DEVICES["sm_90"]
     problem = forward_of(backward(columns, name, name, norm=norm))
-    few, many = (config.forward_config(replace(problem, rows=rows), True, hopper) for rows in (1000, 1 << 22))
+    few, many = (config.forward_config(replace(problem, rows=rows), 16, hopper) for rows in (1000, 1 << 22))
     for chosen, least in ((few, short), (many, long)):
         assert defined(chosen, "COLUMNS_PER_THREAD") == per_thread
         step = config.common.part_bytes(name, True, chosen.groups * chosen.slab_columns)
@@ -1555,7 +1558,7 @@ def replace_stages(chosen: config.ForwardConfig) -> config.ForwardConfig:
 def test_which_clusters_keep_pace_in_the_forward_pass_of_rmsnorm(columns, cluster, per_thread, paced):
     problem = backward(columns, "bfloat16", "bfloat16", norm="rmsnorm")
     problem = forward_of(problem)
-    chosen = config.forward_config(problem, True, DEVICES["sm_90"])
+    chosen = config.forward_config(problem, 16, DEVICES["sm_90"])
     assert (chosen.cluster, defined(chosen, "COLUMNS_PER_THREAD"), chosen.lead > 0) == (cluster, per_thread, paced)
     assert ("PACED=1" in chosen.definitions) == paced
 
@@ -1564,7 +1567,7 @@ def test_which_clusters_keep_pace_in_the_forward_pass_of_rmsnorm(columns, cluste
 @pytest.mark.parametrize("name", DTYPES)
 def test_nobody_keeps_pace_without_clusters(name, device):
     for norm, columns in product(("rmsnorm", "layernorm"), PACE_LENGTHS):
-        assert config.backward_config(backward(columns, name, name, norm=norm), True, DEVICES[device]).lead == 0
+        assert config.backward_config(backward(columns, name, name, norm=norm), 16, DEVICES[device]).lead == 0
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -1573,12 +1576,12 @@ def test_who_keeps_pace(name):
     hopper = DEVICES["sm_90"]
     for norm, columns in product(("rmsnorm", "layernorm"), PACE_LENGTHS):
         problem = backward(columns, name, name, norm=norm)
-        chosen = config.backward_config(problem, True, hopper)
+        chosen = config.backward_config(problem, 16, hopper)
         wanted = chosen.route == "staged" and columns % 8 == 0 and columns >= config.common.columns_per_thread(name)
         wanted &= norm == "rmsnorm" or columns in PACED_LAYERNORM[name]
         assert (chosen.lead > 0) == (wanted and not chosen.gang), (norm, columns)
         forward = forward_of(problem)
-        chosen = config.forward_config(forward, True, hopper)
+        chosen = config.forward_config(forward, 16, hopper)
         wanted = name in ("float16", "bfloat16") and columns in (32768, 65536)
         if norm == "rmsnorm" and name != "float64":
             wanted = columns in (14336, 16384, 32768, 65536, 262144) and chosen.kernel == "forward_staged"
@@ -1588,7 +1591,7 @@ def test_who_keeps_pace(name):
 @pytest.mark.parametrize("columns", [65536, 81920, 131072])
 def test_mixed_types_of_16_bits_keep_pace_in_clusters_of_eight_alone(columns):
     """LayerNorm with db: those of sixteen, whose multiprocessors are fewer, lose."""
-    chosen = config.backward_config(backward(columns, "float16", "bfloat16"), True, DEVICES["sm_90"])
+    chosen = config.backward_config(backward(columns, "float16", "bfloat16"), 16, DEVICES["sm_90"])
     assert (chosen.lead > 0) == ("PACED=1" in chosen.definitions) == (chosen.cluster == 8) == (columns == 65536)
 
 
@@ -1601,8 +1604,8 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
         problem = backward(columns, name, name, norm=norm)
         forward = forward_of(problem)
         for chosen in (
-            config.backward_config(problem, aligned, device),
-            config.forward_config(forward, aligned, device),
+            config.backward_config(problem, 16 if aligned else 2, device),
+            config.forward_config(forward, 16 if aligned else 2, device),
         ):
             if not chosen.lead:
                 idle = norm == "layernorm" and {"COLUMNS_PER_THREAD=64", "CLUSTER=16"} <= set(chosen.definitions)
@@ -1621,8 +1624,11 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
             else:
                 several = norm == "layernorm" and 2 * (chosen.shared_bytes + 1024) <= device.shared_bytes
                 assert chosen.step_counters == (config.common.STEP_COUNTERS if several else 1), (columns, aligned)
-                assert "PACED=1" in config.backward_config(replace(problem, rows=1), aligned, device).definitions
-        mixed = config.backward_config(backward(columns, name, "float64", norm=norm), aligned, device)
+                assert (
+                    "PACED=1"
+                    in config.backward_config(replace(problem, rows=1), 16 if aligned else 2, device).definitions
+                )
+        mixed = config.backward_config(backward(columns, name, "float64", norm=norm), 16 if aligned else 2, device)
         assert mixed.lead == 0 or name == "float64", (columns, aligned)
 
 
@@ -1653,7 +1659,7 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
     ],
 )
 def test_a_walker_of_larger_steps_has_fewer_before_the_others(norm, columns, name, quarters):
-    assert config.backward_config(backward(columns, name, name, 1 << 20, norm), True, DEVICES["sm_90"]).lead == quarters
+    assert config.backward_config(backward(columns, name, name, 1 << 20, norm), 16, DEVICES["sm_90"]).lead == quarters
 
 
 @pytest.mark.parametrize(
@@ -1677,12 +1683,12 @@ def test_a_walker_of_larger_steps_has_fewer_before_the_others(norm, columns, nam
 def test_more_is_in_flight_where_pace_is_kept(norm, columns, name, long, short):
     """In launches so long that it is, where no column blocks sum dw and db; nothing else depends on that here."""
     hopper = DEVICES["sm_90"]
-    chosen = config.backward_config(backward(columns, name, name, 1 << 20, norm), True, hopper)
+    chosen = config.backward_config(backward(columns, name, name, 1 << 20, norm), 16, hopper)
     walkers, groups = at_once_on_h200(chosen), chosen.groups
     least = config.backward.PACE_LEAST_STEPS[norm]
     for steps, stages in ((least, long), (least - 1, short)):
         problem = backward(columns, name, name, steps * walkers * groups, norm)
-        chosen = config.backward_config(problem, True, hopper)
+        chosen = config.backward_config(problem, 16, hopper)
         assert (chosen.stages, chosen.groups) == (stages, groups)
         assert config.walkers.partial_rows(chosen, problem, walkers, hopper) == walkers
         kept = config.pace(chosen, problem.rows, walkers)[0] > 0
@@ -1708,7 +1714,7 @@ def test_rows_of_24_columns_a_thread_have_larger_blocks_where_pace_is_kept(colum
             continue
         problem = backward(columns, name, name, rows, norm)
         problem = replace(problem, want_db=want_db and norm == "layernorm")
-        chosen = config.backward_config(problem, True, DEVICES["sm_90"])
+        chosen = config.backward_config(problem, 16, DEVICES["sm_90"])
         if name == "float32":
             assert ("COLUMNS_PER_THREAD=24" in chosen.definitions) == (columns > 384)
             assert columns == 384 or chosen.threads < 256
@@ -1726,7 +1732,7 @@ def test_calls_for_dx_alone_have_the_blocks_of_others(columns, rows):
     """They keep pace, too, by a kernel of their own, in short launches by that of walkers beside column blocks."""
     problem = backward(columns, "bfloat16", "bfloat16", rows, "rmsnorm")
     one, other = (
-        config.backward_config(replace(problem, want_dw=want_dw), True, DEVICES["sm_90"]) for want_dw in (True, False)
+        config.backward_config(replace(problem, want_dw=want_dw), 16, DEVICES["sm_90"]) for want_dw in (True, False)
     )
     assert "PACED=1" in one.definitions
     assert other.definitions == (*one.definitions, "DX_ALONE=1")
@@ -1755,7 +1761,7 @@ def test_rings_of_long_rows_without_db(norm, columns, gap, stages):
     stride = columns + gap
     problem = replace(problem, want_dw=False, want_db=False, x_row_stride=stride, dy_row_stride=stride)
     chosen, short = (
-        config.backward_config(replace(problem, rows=rows), True, DEVICES["sm_90"]) for rows in (1 << 20, 300)
+        config.backward_config(replace(problem, rows=rows), 16, DEVICES["sm_90"]) for rows in (1 << 20, 300)
     )
     assert chosen.stages == stages
     assert short.stages == (4 if columns == 12288 else 3)
@@ -1767,7 +1773,7 @@ def test_blocks_beside_others_have_no_more_in_flight(columns):
     problem = backward(columns, "bfloat16", "bfloat16", 1 << 20, "rmsnorm")
     problem = replace(problem, x_row_stride=columns + 8, dy_row_stride=columns + 8)
     long, short = (
-        config.backward_config(replace(problem, rows=rows), True, DEVICES["sm_90"]) for rows in (1 << 20, 4096)
+        config.backward_config(replace(problem, rows=rows), 16, DEVICES["sm_90"]) for rows in (1 << 20, 4096)
     )
     assert (long.threads, long.stages) == (32, short.stages)
 
@@ -1778,12 +1784,12 @@ def test_many_blocks_count_their_steps_in_several_places(norm, columns, blocks):
     """Rows with gaps, one of each block; of so many rows that pace is kept."""
     problem = backward(columns, "bfloat16", "bfloat16", 1 << 22, norm)
     problem = replace(problem, x_row_stride=columns + 8, dy_row_stride=columns + 8)
-    chosen = config.backward_config(problem, True, DEVICES["sm_90"])
+    chosen = config.backward_config(problem, 16, DEVICES["sm_90"])
     assert blocks_at_once(chosen, DEVICES["sm_90"]) == blocks
     several = blocks > (2 if norm == "rmsnorm" else 1)
     assert chosen.step_counters == (config.common.STEP_COUNTERS if several else 1)
     together = replace(problem, x_row_stride=columns, dy_row_stride=columns)
-    usual = config.backward_config(together, True, DEVICES["sm_90"])
+    usual = config.backward_config(together, 16, DEVICES["sm_90"])
     assert norm == "layernorm" or usual.step_counters == 1
     assert usual.definitions == chosen.definitions  # no other kernel
 
@@ -1827,7 +1833,7 @@ def test_short_rows_with_small_gaps_share_copies(norm, columns, x_gap, dy_gap, r
     problem = backward(columns, "bfloat16", "bfloat16", 1 << 20, norm)
     problem = replace(problem, x_row_stride=columns + x_gap, dy_row_stride=columns + dy_gap)
     aligned = all(n % 8 == 0 for n in (columns, x_gap, dy_gap))
-    chosen = config.backward_config(problem, aligned, DEVICES["sm_90"])
+    chosen = config.backward_config(problem, 16 if aligned else 2, DEVICES["sm_90"])
     assert chosen.route == route
     assert ("ROW_GAPS=1" in chosen.definitions) == (route == "staged" and (x_gap, dy_gap) != (0, 0) and columns <= 512)
     if route == "staged":
@@ -1848,9 +1854,9 @@ def test_rows_of_whole_warps_with_gaps_share_copies_off_16_bytes_alone(columns, 
     dense = backward(columns, "bfloat16", "bfloat16", 1 << 20, "rmsnorm")
     problem = replace(dense, x_row_stride=columns + gap, dy_row_stride=columns + gap)
     aligned = columns % 8 == gap % 8 == 0
-    chosen = config.backward_config(problem, aligned, DEVICES["sm_90"])
+    chosen = config.backward_config(problem, 16 if aligned else 2, DEVICES["sm_90"])
     assert (chosen.groups > 1) == several
-    assert chosen.definitions == config.backward_config(dense, aligned, DEVICES["sm_90"]).definitions
+    assert chosen.definitions == config.backward_config(dense, 16 if aligned else 2, DEVICES["sm_90"]).definitions
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 6, 8, 12, 16])
@@ -1866,9 +1872,7 @@ def test_counts_of_blocks_leave_out_no_power_of_two(most):
     ("columns", "blocks"), [(640, 3), (661, 2), (735, 2), (1290, 2), (1513, 2), (2561, 2), (3071, 2)]
 )
 def test_float32_off_16_bytes_has_as_many_blocks_as_have_room(columns, blocks):
-    chosen = config.backward_config(
-        backward(columns, "float32", "float32", 1 << 20, "rmsnorm"), False, DEVICES["sm_90"]
-    )
+    chosen = config.backward_config(backward(columns, "float32", "float32", 1 << 20, "rmsnorm"), 2, DEVICES["sm_90"])
     assert blocks_at_once(chosen, DEVICES["sm_90"]) == blocks
 
 
@@ -1913,13 +1917,13 @@ def test_slow_memory_changes_no_sum_of_a_row(norm, name):
     fast, slow = DEVICES["sm_90"], DEVICES["sm_90_slow"]
     for columns, aligned, rows in product(COLUMNS, (True, False), (1, 300, 1 << 16)):
         problem = backward(columns, name, name, rows, norm)
-        chosen = [config.backward_config(problem, aligned, device) for device in (fast, slow)]
+        chosen = [config.backward_config(problem, 16 if aligned else 2, device) for device in (fast, slow)]
         if chosen[1].gang and chosen[0].cluster == 16:
             continue
         for other in chosen:
             same = {"lead": 0, "paced_steps": 0, "stages": 0, "shared_bytes": 0, "threads": 0, "step_counters": 0}
             assert other._replace(**same) == chosen[0]._replace(**same), (columns, aligned)
-        chosen = [config.forward_config(forward_of(problem), aligned, device) for device in (fast, slow)]
+        chosen = [config.forward_config(forward_of(problem), 16 if aligned else 2, device) for device in (fast, slow)]
         kept = [[text for text in one.definitions if text != "DRAW_SHORT_ROWS=1"] for one in chosen]
         assert kept[0] == kept[1]
         assert chosen[0][3:5] == chosen[1][3:5], "threads of a block and of a row"
@@ -1942,7 +1946,7 @@ def test_slow_memory_changes_no_sum_of_a_row(norm, name):
 )
 def test_where_memory_is_slow_a_walker_has_fewer_steps_before_the_others(norm, columns, name, quarters):
     problem = backward(columns, name, name, 1 << 20, norm)
-    assert config.backward_config(problem, True, DEVICES["sm_90_slow"]).lead == quarters
+    assert config.backward_config(problem, 16, DEVICES["sm_90_slow"]).lead == quarters
 
 
 def test_where_memory_is_slow_rows_with_gaps_of_a_warp_or_less_keep_their_lead():
@@ -1955,7 +1959,7 @@ def test_where_memory_is_slow_rows_with_gaps_of_a_warp_or_less_keep_their_lead()
         problem = replace(
             backward(columns, "bfloat16", "bfloat16", 1 << 18, norm), x_row_stride=stride, dy_row_stride=stride
         )
-        fast, slow = (config.backward_config(problem, True, DEVICES[name]) for name in ("sm_90", "sm_90_slow"))
+        fast, slow = (config.backward_config(problem, 16, DEVICES[name]) for name in ("sm_90", "sm_90_slow"))
         usual, of_two_warps = (9, 5) if norm == "rmsnorm" else (7, 4)
         leads = {128: (usual, usual), 512: (usual, usual), 1024: (0, 7), 2048: (7, of_two_warps)}
         assert (fast.lead, slow.lead) == leads[columns], (norm, columns)
@@ -1967,12 +1971,12 @@ def test_where_memory_is_slow_steps_are_drawn_from_ten_steps_on():
     device = DEVICES["sm_90_slow"]
     for norm, columns, steps in product(("rmsnorm", "layernorm"), range(64, 4097, 8), (10, 12, 15)):
         problem = forward_of(backward(columns, "bfloat16", "bfloat16", 1 << 20, norm))
-        chosen = config.forward_config(problem, True, device)
+        chosen = config.forward_config(problem, 16, device)
         if chosen.kernel != "forward_staged" or not chosen.drawn_part:
             continue
         walkers = device.multiprocessors * blocks_at_once(chosen, device)
-        chosen = config.forward_config(replace(problem, rows=steps * walkers * chosen.groups), True, device)
-        usual = config.forward_config(replace(problem, rows=steps * walkers * chosen.groups), True, DEVICES["sm_90"])
+        chosen = config.forward_config(replace(problem, rows=steps * walkers * chosen.groups), 16, device)
+        usual = config.forward_config(replace(problem, rows=steps * walkers * chosen.groups), 16, DEVICES["sm_90"])
         drawn_steps = config.forward_steps(chosen, steps * walkers * chosen.groups, walkers)[2]
         assert drawn_steps > 0 or usual.stages > steps * chosen.drawn_part, (norm, columns, steps, chosen.stages)
 
@@ -1984,7 +1988,7 @@ def test_where_memory_is_slow_walkers_are_few_and_column_blocks_many(columns, ro
     problem = backward(columns, "bfloat16", "bfloat16", rows)
     found = []
     for name in ("sm_90", "sm_90_slow"):
-        chosen = config.backward_config(problem, True, DEVICES[name])
+        chosen = config.backward_config(problem, 16, DEVICES[name])
         found.append(config.grid(chosen, problem, 30 if chosen.cluster > 1 else 132, DEVICES[name]).column_blocks)
     assert tuple(found) == blocks
 
@@ -2017,7 +2021,7 @@ def test_where_memory_is_slow_walkers_are_few_and_column_blocks_many(columns, ro
 def test_steps_that_are_drawn(norm, columns, x, gap, slow_part, fast_part):
     """Where memory is slow and fast; None: not by the same kernel, and nothing is drawn."""
     problem = replace(forward_of(backward(columns, x, x, 4069, norm)), x_row_stride=columns + gap)
-    slow, fast = (config.forward_config(problem, True, DEVICES[name]) for name in ("sm_90_slow", "sm_90"))
+    slow, fast = (config.forward_config(problem, 16, DEVICES[name]) for name in ("sm_90_slow", "sm_90"))
     alone = blocks_at_once(fast, DEVICES["sm_90"]) == 1
     assert (slow.drawn_part, slow.drawn_steps) == (slow_part, 10)
     assert (fast.drawn_part, fast.drawn_steps) == (fast_part or 0, 16 if alone else 12)
@@ -2030,9 +2034,9 @@ def test_steps_that_are_drawn(norm, columns, x, gap, slow_part, fast_part):
 def test_where_memory_is_slow_the_forward_pass_has_more_in_flight_in_short_launches(rows, stages):
     """RMSNorm, N=4096, three blocks of a row each on a multiprocessor, from ten to 48 steps of each walker."""
     problem = forward_of(backward(4096, "bfloat16", "bfloat16", rows, "rmsnorm"))
-    assert config.forward_config(problem, True, DEVICES["sm_90_slow"]).stages == stages
-    assert config.forward_config(problem, True, DEVICES["sm_90"]).stages == (2 if rows > 10000 else 3)
-    assert config.forward_config(replace(problem, norm="layernorm"), True, DEVICES["sm_90_slow"]).stages in (2, 3)
+    assert config.forward_config(problem, 16, DEVICES["sm_90_slow"]).stages == stages
+    assert config.forward_config(problem, 16, DEVICES["sm_90"]).stages == (2 if rows > 10000 else 3)
+    assert config.forward_config(replace(problem, norm="layernorm"), 16, DEVICES["sm_90_slow"]).stages in (2, 3)
 
 
 def test_what_was_measured_stands_under_names_that_are_there() -> None:

@@ -172,8 +172,8 @@ def test_sets() -> None:
     small = rooflines_rows("--set", "small")
     assert min(row.case.rows for row in small) == 1
     assert max(row.data_bytes for row in small) < 25e6
-    assert not any(row.aligned for row in rooflines_rows("--set", "odd"))
-    assert all(row.aligned for row in rooflines_rows("--set", "pytorch"))
+    assert not any(row.alignment == 16 for row in rooflines_rows("--set", "odd"))
+    assert all(row.alignment == 16 for row in rooflines_rows("--set", "pytorch"))
     assert {row.case.columns for row in rooflines_rows("--set", "all", "--only", "4096")} == {4096}
     apart = rooflines_rows("--set", "sizes,forward", "--gap", "64")
     assert [replace(row, gap=0) for row in apart] == rooflines_rows("--set", "sizes,forward")

@@ -126,7 +126,7 @@ def test_grids_have_room(columns: int) -> None:
 
     for norm in NORMS:
         problem = backward(columns, "float32", "float32", rows=2000, norm=norm)
-        chosen = config.backward_config(problem, True, ON_H200)
+        chosen = config.backward_config(problem, 16, ON_H200)
         at_once = at_once_on_h200(chosen)
         found = list(scan.grids(chosen, problem, at_once, ON_H200, scan.BLOCKS))
         assert found

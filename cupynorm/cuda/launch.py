@@ -45,7 +45,7 @@ class Backward:
         self._widen_w, w_dtype = _widening(problem)
         self._widened_bytes = problem.columns * problem.compute_dtype.itemsize if self._widen_w else 0
         device_id = cupy.cuda.runtime.getDevice()
-        configure = functools.partial(choose.backward_config, problem, _is_aligned(problem, offset))
+        configure = functools.partial(choose.backward_config, problem, _alignment(problem, offset))
         config, main, device = _fitting(configure, _backward_main, device_of(device_id))
         few = choose.few_rows_blocks(config, problem, sums_offset == 0, device)
         if few:
@@ -200,7 +200,7 @@ class Forward:
         if not problem.rows:
             return
         device_id = cupy.cuda.runtime.getDevice()
-        configure = functools.partial(choose.forward_config, problem, _is_aligned(problem, offset))
+        configure = functools.partial(choose.forward_config, problem, _alignment(problem, offset))
         config, main, device = _fitting(configure, _forward_main, device_of(device_id))
         if few := choose.forward_few_rows(config, problem, device):
             self._launch = Launch(_kernel("forward_few_rows", few.definitions), few.threads).over(few.blocks)
@@ -424,12 +424,14 @@ def _walkers_at_once(main: Launch, device: choose.Device, cluster: int, gang_blo
     return choose.clusters_at_once(main.clusters_at_once, cluster, device)
 
 
-def _is_aligned(problem: NormProblem, offset: int) -> bool:
-    """Whether every row of x, dy and the output, and w and b, start at multiples of 16 bytes."""
+def _alignment(problem: NormProblem, offset: int) -> int:
+    """Every row of x, dy and the output, and w and b, start at multiples of so many bytes: of 16, or of a lower power
+    of two."""
     x_itemsize = problem.x_dtype.itemsize
     dy_itemsize = problem.dy_dtype.itemsize if problem.dy_dtype is not None else 0
     bits = offset | problem.x_row_stride * x_itemsize | problem.out_row_stride * x_itemsize
-    return (bits | problem.dy_row_stride * dy_itemsize) % 16 == 0
+    bits |= problem.dy_row_stride * dy_itemsize | 16
+    return bits & -bits
 
 
 def _code(dtype: np.dtype[Any] | None) -> int:

@@ -35,6 +35,7 @@ from .common import (
     is_short,
     kernels_sum_db,
     name_of,
+    narrow_vector,
     of_choice,
     part_bytes,
     part_definitions,
@@ -158,15 +159,17 @@ BANKS = 32  # of shared memory, of four bytes
 WIDENING_ARGUMENTS = "2P2i"  # struct WideningArguments in widen_w.cu
 
 
-def backward_config(problem: NormProblem, aligned: bool, device: Device) -> BackwardConfig:
-    """Choose the backward kernels; `aligned` says that every row of x, dy and dx starts at a multiple of 16 bytes."""
+def backward_config(problem: NormProblem, alignment: int, device: Device) -> BackwardConfig:
+    """Choose the backward kernels, where every row of x, dy and dx starts at a multiple of `alignment` bytes: of 16, or
+    of a lower power of two."""
     x, dy = problem.x_dtype.name, name_of(problem.dy_dtype)
-    vector = vector_width(x, dy) if aligned and problem.columns % vector_width(x, dy) == 0 else 1
+    vector = vector_width(x, dy) if alignment == 16 and problem.columns % vector_width(x, dy) == 0 else 1
+    narrow = narrow_vector(problem, vector > 1, alignment)
     definitions = backward_definitions(problem.norm, x, dy, kernels_sum_db(problem), vector > 1, reserved_of(problem))
     per_thread = columns_per_thread(x)
     outer_bytes = _column_sums_bytes(problem, per_thread)
 
-    if device.has_clusters and (staged := _staged(problem, vector > 1, definitions, device)):
+    if device.has_clusters and (staged := _staged(problem, vector > 1, narrow, definitions, device)):
         sums = problem.want_dw or problem.want_db
         return staged if sums else staged._replace(definitions=for_dx_alone(staged.definitions, paced=True))
     if problem.columns <= WARP * per_thread:
@@ -217,7 +220,9 @@ def _column_sums_bytes(problem: NormProblem, per_thread: int) -> int:
     return per_thread * compute_itemsize(problem.x_dtype.name) * (2 if kernels_sum_db(problem) else 1)
 
 
-def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], device: Device) -> BackwardConfig | None:
+def _staged(
+    problem: NormProblem, vector: bool, narrow: int, definitions: tuple[str, ...], device: Device
+) -> BackwardConfig | None:
     """The smallest cluster whose blocks have room for a ring of enough rows, else a gang; None where there is neither.
 
     At N=8192, 16384 and 65536 no larger cluster than the smallest was over 1% faster.
@@ -246,7 +251,7 @@ def _staged(problem: NormProblem, vector: bool, definitions: tuple[str, ...], de
         if may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, slab, held, name):
             held = STAGED_FILLING_COLUMNS, held[1]
         paced = may_keep_pace(kind, held, cluster, full=slab == held[0] * held[1])
-        split = _Split(kind, *held, cluster, slab, several and cluster == 1, gaps, paced)
+        split = _Split(kind, *held, cluster, slab, several and cluster == 1, gaps, paced, narrow)
         if config := _staged_blocks(problem, split, definitions, device):
             return config
     return _gang(problem, definitions, device) if gangs and not small else None
@@ -311,6 +316,7 @@ class _Split(NamedTuple):
     several: bool  # rows in a block
     gaps: bool  # between these
     paced: bool  # in long launches
+    narrow: int  # elements of an access, where rows do not come in vectors
 
 
 def _staged_blocks(
@@ -338,7 +344,7 @@ def _staged_config(
     problem: NormProblem, split: _Split, definitions: tuple[str, ...], device: Device, largest: bool = False
 ) -> BackwardConfig | None:
     """Of what has room, the largest block that pays, or the `largest`, and then as many as there may be; else None."""
-    kind, per_thread, group, cluster, slab, several, gaps, paced = split
+    kind, per_thread, group, cluster, slab, several, gaps, paced, narrow = split
     _, name, dy_name, _, vector = kind
 
     def most_threads(keeps_pace: bool) -> int:
@@ -372,8 +378,8 @@ def _staged_config(
         stages = min(stages, max(least, ring_bytes // (blocks * step_bytes)))
         part = takes_part(name, (per_thread, group))
         short = not part and has_short_rows(name, vector, per_thread, problem.columns - (cluster - 1) * slab)
-        turned = part and may_turn_rows(vector, (per_thread, group))
-        staged = staged_definitions(per_thread, cluster, part, paced, short, gaps, turned=turned)
+        turned = part and narrow == 1 and may_turn_rows(vector, (per_thread, group))
+        staged = staged_definitions(per_thread, cluster, part, paced, short, gaps, turned=turned, narrow=narrow)
         return BackwardConfig(
             route="staged",
             definitions=(*definitions, *staged),

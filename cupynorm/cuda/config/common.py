@@ -40,6 +40,7 @@ PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48  # of a walker
 # More columns a thread than these only where a row takes so many warps: FORWARD_COLUMNS_PER_THREAD of forward.py.
 FORWARD_MORE_COLUMNS, FORWARD_MORE_COLUMNS_LEAST_WARPS = 40, 4
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
+NARROW_VECTORS = {2: (4, 2), 4: (2,)}  # elements of an access of rows off 16 bytes, by bytes of x's type
 STEP_COUNTERS = 4  # kStepCounters of counters.cuh
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ELEMENT_CODES = {None: 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # enum ElementCode in element.cuh
@@ -176,6 +177,18 @@ def columns_per_thread(x_name: str) -> int:
 def vector_width(*names: str) -> int:
     """Elements of a vector access: those of 16 bytes in the smallest type."""
     return 16 // min(ITEMSIZE[name] for name in names)
+
+
+def narrow_vector(problem: NormProblem, vector: bool, alignment: int) -> int:
+    """NARROW_VECTOR of element.cuh, on the staged route, for rows that start at multiples of so many bytes."""
+    itemsize, dy = problem.x_dtype.itemsize, problem.dy_dtype
+    several = narrow_vectors(problem.x_dtype.name, None if dy is None else dy.name, vector)
+    return next((n for n in several if problem.columns % n == alignment % (n * itemsize) == 0), 1)
+
+
+def narrow_vectors(x: str, dy: str | None, vector: bool) -> tuple[int, ...]:
+    """The most first; forward dy is None. None of two types, of which there are many, nor of rows in vectors."""
+    return () if vector or dy not in (None, x) else NARROW_VECTORS.get(ITEMSIZE[x], ())
 
 
 def kernels_sum_db(problem: NormProblem) -> bool:
@@ -333,8 +346,10 @@ def staged_definitions(
     gaps: bool = False,
     draws: bool = False,
     turned: bool = False,
+    narrow: int = 1,
 ) -> tuple[str, ...]:
     switches = {"PACED=1": paced, "SHORT_ROWS=1": short, "ROW_GAPS=1": gaps, "DRAW_SHORT_ROWS=1": draws}
+    switches[f"NARROW_VECTOR={narrow}"] = narrow > 1
     others = (definition for definition, on in switches.items() if on)
     return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}", *part_definitions(part, turned), *others
 

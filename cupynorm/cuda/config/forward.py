@@ -25,6 +25,7 @@ from .common import (
     have_gaps,
     in_whole_warps,
     is_short,
+    narrow_vector,
     of_choice,
     part_bytes,
     part_definitions,
@@ -255,12 +256,14 @@ def _forward_lead(norm: str, per_thread: int, cluster: int, device: Device) -> i
     return LEAD_FORWARD_MANY[slow][norm][cluster] if many else LEAD_FORWARD[slow]
 
 
-def forward_config(problem: NormProblem, aligned: bool, device: Device) -> ForwardConfig:
-    """Choose the forward kernel; `aligned` says that every row of x and y starts at a multiple of 16 bytes."""
+def forward_config(problem: NormProblem, alignment: int, device: Device) -> ForwardConfig:
+    """Choose the forward kernel; every row of x and y starts at a multiple of `alignment` bytes, as in the backward
+    pass."""
     x = problem.x_dtype.name
-    vector = vector_width(x) if aligned and problem.columns % vector_width(x) == 0 else 1
+    vector = vector_width(x) if alignment == 16 and problem.columns % vector_width(x) == 0 else 1
+    narrow = narrow_vector(problem, vector > 1, alignment)
     definitions = forward_definitions(problem.norm, x, vector > 1, reserved_of(problem))
-    if device.has_clusters and (staged := _forward_staged(problem, vector, definitions, device)):
+    if device.has_clusters and (staged := _forward_staged(problem, vector, narrow, definitions, device)):
         return staged
     per_thread = columns_per_thread(x)
     if problem.columns <= WARP * per_thread:
@@ -286,7 +289,7 @@ def forward_max_threads(vector: bool) -> int:
 
 
 def _forward_staged(
-    problem: NormProblem, vector: int, definitions: tuple[str, ...], device: Device
+    problem: NormProblem, vector: int, narrow: int, definitions: tuple[str, ...], device: Device
 ) -> ForwardConfig | None:
     """The smallest cluster whose blocks have room for a ring; None where not even the largest has, or for large gaps.
 
@@ -332,7 +335,9 @@ def _forward_staged(
                 paced = forward_keeps_pace(problem.norm, held, cluster, vector > 1, full=slab == per_thread * group)
                 draws_short = _draws_short_rows(problem, vector, held, gaps, device)
                 part = takes_part(name, held)
-                staged = staged_definitions(per_thread, cluster, part, paced, gaps=gaps, draws=draws_short)
+                staged = staged_definitions(
+                    per_thread, cluster, part, paced, gaps=gaps, draws=draws_short, narrow=narrow
+                )
                 least_drawn = DRAWN_LEAST_STEPS[blocks == 1 or vector == 1]
                 return ForwardConfig(
                     "forward_staged.cu",

@@ -32,6 +32,7 @@ from .common import (
     columns_per_thread,
     compute_name,
     for_dx_alone,
+    narrow_vectors,
     staged_choice,
     staged_definitions,
     triad_definitions,
@@ -83,7 +84,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
         paced_of = functools.partial(may_keep_pace, kind)
         short_of = functools.partial(has_short_rows, x, vector)
-        summing = list(_staged_variants("backward_staged", definitions, x, device, choices, turns, paced_of, short_of))
+        staged = functools.partial(_staged_variants, "backward_staged", definitions, x, device, choices, turns)
+        summing = list(staged(narrow_vectors(x, dy, vector), paced_of, short_of))
         if may_form_gangs(x, dy, vector, device):
             summing.append(Variant("backward_staged.cu", ("backward_staged",), (*definitions, *gang_definitions())))
         yield from summing
@@ -107,7 +109,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             return forward_keeps_pace(norm, held, cluster, vector, full)
 
         turns = {n: [False] for n in parts}
-        many = [*_staged_variants("forward_staged", definitions, x, device, choices, turns, paced, lambda *_: False)]
+        forward = functools.partial(_staged_variants, "forward_staged", definitions, x, device, choices, turns)
+        many = list(forward(narrow_vectors(x, None, vector), paced, lambda *_: False))
         yield from many
         of_few = {forward_few_rows_definitions(variant.definitions) for variant in many}
         for few in sorted(definitions for definitions in of_few if definitions):
@@ -143,11 +146,13 @@ def _staged_variants(
     device: Device,
     choice_of: Callable[[int, Device], Choice],
     turns: dict[int, list[bool]],
+    narrow: tuple[int, ...],
     paced_of: Callable[[tuple[int, int], int, bool], bool],
     short_of: Callable[[int, int], bool],
 ) -> Iterator[Variant]:
     """One for every pair of columns a thread and blocks a cluster, two where only some rows keep pace, are short, are
-    turned, or have gaps between them. `turns` has the columns a thread of rows of a part of a warp."""
+    turned, or have gaps between them; and for accesses of one element or more. `turns` has the columns a thread of rows
+    of a part of a warp."""
     if not device.has_clusters:
         return
     clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
@@ -162,6 +167,10 @@ def _staged_variants(
         least_columns = (1, fills_warp) if cluster == 1 and not part else (fills_warp,)
         shorts = sorted({short_of(per_thread, n) for n in least_columns})
         gaps = (False, True) if warp_or_less and cluster == 1 else (False,)
-        for paced, short, gap, turned in product(paces, shorts, gaps, turns[per_thread] if part else (False,)):
-            staged = (*definitions, *staged_definitions(per_thread, cluster, part, paced, short, gap, turned=turned))
-            yield Variant(f"{kernel}.cu", (kernel,), staged)
+        accesses = [
+            *((turned, 1) for turned in (turns[per_thread] if part else (False,))),
+            *((False, n) for n in narrow),
+        ]
+        for paced, short, gap, (turned, n) in product(paces, shorts, gaps, accesses):
+            staged = staged_definitions(per_thread, cluster, part, paced, short, gap, turned=turned, narrow=n)
+            yield Variant(f"{kernel}.cu", (kernel,), (*definitions, *staged))
