@@ -84,8 +84,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
         paced_of = functools.partial(may_keep_pace, kind)
         short_of = functools.partial(has_short_rows, x, vector)
-        staged = functools.partial(_staged_variants, "backward_staged", definitions, x, device, choices, turns)
-        summing = list(staged(narrow_vectors(x, dy, vector), paced_of, short_of))
+        of_staged = functools.partial(_staged_variants, "backward_staged", definitions, x, device, choices, turns)
+        summing = list(of_staged(narrow_vectors(x, dy, vector), paced_of, short_of))
         if may_form_gangs(x, dy, vector, device):
             summing.append(Variant("backward_staged.cu", ("backward_staged",), (*definitions, *gang_definitions())))
         yield from summing
@@ -109,8 +109,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             return forward_keeps_pace(norm, held, cluster, vector, full)
 
         turns = {n: [False] for n in parts}
-        forward = functools.partial(_staged_variants, "forward_staged", definitions, x, device, choices, turns)
-        many = list(forward(narrow_vectors(x, None, vector), paced, lambda *_: False))
+        of_staged = functools.partial(_staged_variants, "forward_staged", definitions, x, device, choices, turns)
+        many = list(of_staged(narrow_vectors(x, None, vector), paced, lambda *_: False))
         yield from many
         of_few = {forward_few_rows_definitions(variant.definitions) for variant in many}
         for few in sorted(definitions for definitions in of_few if definitions):
