@@ -33,8 +33,8 @@ using Dy = DY_TYPE;
 using Compute = typename ComputeOf<X>::type;
 
 constexpr int kColumnsPerThread = COLUMNS_PER_THREAD;
-constexpr int kWideVector = VECTOR ? 16 / minimum(sizeof(X), sizeof(Dy)) : 1;  // of 16 bytes of the smaller type
-constexpr int kVector = !VECTOR ? NARROW_VECTOR : kColumnsPerThread % kWideVector ? kWideVector / 2 : kWideVector;
+constexpr int kWideVector = VECTOR ? 16 / minimum(sizeof(X), sizeof(Dy)) : NARROW_VECTOR;  // 16 bytes of the smaller type
+constexpr int kVector = kColumnsPerThread % kWideVector ? kWideVector / 2 : kWideVector;
 constexpr int kVectors = kColumnsPerThread / kVector;
 static_assert(kVectors * kVector == kColumnsPerThread, "the vectors cover a thread's columns exactly");
 

@@ -2,7 +2,7 @@
 // wanted, write that alone in the same launch. Then x and dy are read twice, the second time mostly from the L2 cache, but no
 // block waits for another, and no partial row goes through memory (of several blocks for a slice, its sums do).
 //
-// A block takes slices of columns, of 16 bytes or a single element for each of its `column_threads`, and all rows of these,
+// A block takes slices of columns, of kWideVector elements for each of its `column_threads`, and all rows of these,
 // shared out among `row_threads`; a few threads may be left over. Of short rows, which make few slices of whole lines of memory,
 // `row_parts` blocks share the rows of a slice; the last of them that is done adds up what they found. Order of a column's sum:
 // kSummed of a thread's rows in turn (or what is left of kBatch), these in turn; then, in float64, every n-th thread in turn, and

@@ -50,7 +50,7 @@ constexpr bool kBInShared = kLayerNorm && sizeof(X) == 2 && VECTOR && kWholeWarp
                             kColumnsPerThread <= 32 && __CUDA_ARCH__ < 1200;
 
 // Threads on a multiprocessor that leave each the registers that it needs, as config/forward.py has it:
-// in vectors for w, perhaps b, x of two rows, and some; of single columns by what was timed, and what does not spill.
+// in vectors for w, perhaps b, x of two rows, and some; off 16 bytes by what was timed, and what does not spill.
 constexpr int kBytesOfColumn = (kBInShared ? 1 : 2) * int(sizeof(Compute)) + 2 * int(sizeof(X));
 constexpr int kRegisters = kColumnsPerThread * kBytesOfColumn / 4 + (kLayerNorm ? 78 : 62);
 constexpr int kVectorsAtOnce = kRegisters <= 128 ? 512 : kRegisters <= 170 ? 384 : kMaxThreads;
@@ -60,7 +60,8 @@ constexpr int kSinglesAtOnce = sizeof(X) == 8 || kFewSingles || __CUDA_ARCH__ >=
                                : kColumnsPerThread <= (kMoreSingles ? 24 : 20)             ? 512
                                : kColumnsPerThread <= (kMoreSingles ? 32 : 24)             ? 384
                                                                                            : kMaxThreads;
-constexpr int kThreadsAtOnce = VECTOR ? kVectorsAtOnce : kSinglesAtOnce;
+constexpr bool kPacked = VECTOR || (kVector > 1 && !kLayerNorm && sizeof(X) == 2);
+constexpr int kThreadsAtOnce = kPacked ? kVectorsAtOnce : kSinglesAtOnce;
 
 // b of a thread's columns, in registers or in shared memory.
 struct Bias {

@@ -30,6 +30,7 @@ from .common import (
     divide_up,
     for_dx_alone,
     groups_in_block,
+    has_whole_warps,
     have_gaps,
     in_whole_warps,
     is_short,
@@ -74,6 +75,13 @@ STAGED_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
 # MB, LayerNorm, N=512 with gaps of 64: 148 → 119 us).
 MOST_COPIED_GAPS = {True: {"rmsnorm": 1.17, "layernorm": 1.5}, False: {"rmsnorm": 2.5, "layernorm": 2.5}}
 
+# The same, of 16-bit types, by the elements of an access: NARROW_VECTORS of common.py (1 GB, LayerNorm, N=76, with
+# sixteen lanes of 12 columns and four of 20: 341 → 260 us).
+NARROW_PART_OF_WARP_LANES: dict[int, PartLanes] = {
+    4: {12: (4, 32), 20: (2, 16)},
+    2: {12: (4, 32), 20: (4, 16)},
+}
+
 # Columns a thread, in place of 32, of LayerNorm with db, x and dy of one type: from so many threads a row on and in
 # clusters of up to so many blocks, by bytes of x's type. Of 16 bits where they cover a block's columns, in accesses of
 # 8 bytes, and where they fill its lanes with pace; in float32 where they fill the lanes of all blocks, with pace (1 GB,
@@ -91,6 +99,7 @@ STAGED_MOST_COLUMNS_LAYERNORM, STAGED_MOST_COLUMNS_CLUSTER = {40: 8448}, 2
 # 246 → 242 us). LayerNorm from 12 on lost at some lengths.
 PACE_LEAST_STEPS = {"rmsnorm": 12, "layernorm": 24}
 PACED_PART_LEAST_THREADS = 8  # of a row: see may_keep_pace()
+PACED_NARROW_LEAST_COLUMNS = 32  # a thread
 
 # How far ahead of the average a walker may be, backward (_lead() chooses), in quarters of a step: as many as make so
 # many bytes, of a step in all blocks of a multiprocessor, but no more than these (RMSNorm, 1 GB, 1024, with four, six,
@@ -174,7 +183,7 @@ def backward_config(problem: NormProblem, alignment: int, device: Device) -> Bac
         return staged if sums else staged._replace(definitions=for_dx_alone(staged.definitions, paced=True))
     if problem.columns <= WARP * per_thread:
         choice = staged_choice(x, dy, vector > 1, 1, device)
-        parts = part_of_warp_lanes(x, vector > 1, choice, device)
+        parts = part_of_warp_lanes(x, vector > 1, 1, choice, device)
         return _direct(problem, definitions, SMALL_BLOCK, *short_row(x, problem.columns, parts))
     threads = in_whole_warps(divide_up(problem.columns, per_thread))
     fits = outer_bytes * threads + STATIC_SHARED_BYTES <= device.shared_bytes
@@ -244,13 +253,13 @@ def _staged(
         if gangs and _leaves_to_gangs(cluster, slab * ITEMSIZE[name], device):
             continue
         choice = staged_choice(name, dy_name, vector, cluster, device)
-        parts = part_of_warp_lanes(name, vector, choice, device)
+        parts = part_of_warp_lanes(name, vector, narrow, choice, device)
         held = short_row(name, slab, parts) if small else staged_threads(slab, choice)
         if held is None or _is_too_long(kind, slab, held, cluster, device):
             continue
         if may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, slab, held, name):
             held = STAGED_FILLING_COLUMNS, held[1]
-        paced = may_keep_pace(kind, held, cluster, full=slab == held[0] * held[1])
+        paced = may_keep_pace(kind, narrow, held, cluster, full=slab == held[0] * held[1])
         split = _Split(kind, *held, cluster, slab, several and cluster == 1, gaps, paced, narrow)
         if config := _staged_blocks(problem, split, definitions, device):
             return config
@@ -423,16 +432,20 @@ def turn_of_rows(config: BackwardConfig, problem: NormProblem) -> int:
     return min(range(4), key=lambda turn: sum(rows_of_a_bank(turn, *one) for one in of_both))
 
 
-def may_keep_pace(kind: Kind, held: tuple[int, int], cluster: int, full: bool) -> bool:
+def may_keep_pace(kind: Kind, narrow: int, held: tuple[int, int], cluster: int, full: bool) -> bool:
     """Whether walkers keep pace in long launches; not where a row is shorter than a thread's columns.
 
     `held` is what short_row() or staged_threads() chose; `full` says that the lanes of every block, but perhaps the
     last of a cluster, all hold as many columns. LayerNorm's loop with db is nearly as slow as memory, so that it loses
     where columns of a step are missing or fewer multiprocessors walk (24 columns a thread, 1 GB: 768 252.5 → 243.3 us;
-    not full, 640 260 → 276; clusters of four 24576 251.1 → 263.5). What was not timed keeps no pace.
+    not full, 640 260 → 276; clusters of four 24576 251.1 → 263.5). Off 16 bytes in accesses of several elements longer
+    rows do, LayerNorm's with many columns (1004: 258.5 → 244.4, 4100: 261.9 → 245.1, but 700: 249.2 → 260.4). What was
+    not timed keeps no pace.
     """
     norm, x, dy, sums_db, vector = kind
     per_thread, group = held
+    if narrow > 1:
+        return has_whole_warps(x, held) and (norm == "rmsnorm" or per_thread >= PACED_NARROW_LEAST_COLUMNS)
     if not vector or (group == 1 and not full):
         return False
     if not sums_db:
@@ -605,9 +618,11 @@ def _takes_a_stage_more(split: _Split, device: Device) -> bool:
     return timed and device.is_fast_9_0 and (norm == "layernorm" or split.group == STAGED_MAX_THREADS)
 
 
-def part_of_warp_lanes(x: str, vector: bool, choice: Choice, device: Device) -> PartLanes:
+def part_of_warp_lanes(x: str, vector: bool, narrow: int, choice: Choice, device: Device) -> PartLanes:
     """Columns a thread, beside columns_per_thread(), of rows that take a part of a warp."""
-    return of_choice(STAGED_PART_OF_WARP_LANES[vector].get(ITEMSIZE[x], {}), choice, device)
+    of_16_bits = narrow > 1 and ITEMSIZE[x] == 2
+    usual = STAGED_PART_OF_WARP_LANES[vector].get(ITEMSIZE[x], {})
+    return of_choice(NARROW_PART_OF_WARP_LANES[narrow] if of_16_bits else usual, choice, device)
 
 
 def _block_threads(kind: Kind, per_thread: int, keeps_pace: bool) -> int:

@@ -18,6 +18,7 @@ from .common import (
     divide_up,
     kernels_sum_db,
     name_of,
+    narrow_of,
     rows_lie_apart,
     vector_width,
 )
@@ -96,7 +97,7 @@ SLOW_WIDE_COLUMN_BLOCKS, SLOW_WIDE_BYTES = 80, 9 << 20
 # a slice's rows, where a thread of narrow slices would have more rows than these, by the sectors that such are wide.
 # Slices are of a line where a multiprocessor has several blocks, else of two (an H100, 6 MB, 256: 11.3 → 9.3 us, 25 MB,
 # 1280: 20.0 → 17.9). A power of two of blocks mostly makes whole batches of a thread's rows. Limits are an H100's, from
-# a scan of 17 lengths and eight sizes; where memory is fast, inferred.
+# a scan of 17 lengths and eight sizes; where memory is fast, inferred, but for 1032 to 1280 columns.
 SHARED_LEAST_ROWS = (10.9, 22, 50)
 SHARED_SHORT_COLUMNS, SHARED_MEDIUM_COLUMNS, SHARED_MOST_COLUMNS = 768, 1280, 3072
 
@@ -104,12 +105,12 @@ SHARED_SHORT_COLUMNS, SHARED_MEDIUM_COLUMNS, SHARED_MOST_COLUMNS = 768, 1280, 30
 SHARED_SHORT_BYTES = {False: (29 << 20, 32 << 20), True: (21 << 20, 27 << 20)}
 SHARED_SHORT_FEW_BYTES, SHARED_SHORTEST_COLUMNS = 9 << 19, 128
 SHARED_SHORT_BLOCKS, SHARED_SHORT_BLOCKS_MORE = {False: 48, True: 96}, 128
-SHARED_MEDIUM_BLOCKS = {False: 60, True: 64}
+SHARED_MEDIUM_BLOCKS = {False: 60, True: 64}  # the latter of 769 to 1024 columns
 SHARED_POWERS_BLOCKS, SLOW_SHARED_POWERS_BYTES = 80, 27 << 20
 SLOW_SHARED_LONG_BYTES, SLOW_SHARED_LONG_BLOCKS = {False: 27 << 20, True: 21 << 20}, {False: 56, True: 68}
 
 # Where memory is fast, a power of two of blocks from over so many columns on, with db, and without it up to so much
-# data; beyond it slices of four lines (an H200, 1280: 12 MB, LayerNorm, 12.7 → 11.0 us, 25 MB, RMSNorm, 15.3 → 14.8).
+# data; beyond it RMSNorm has slices of four lines (an H200, 1280: 12 MB, LayerNorm, 12.7 → 11.0 us, 25 MB, RMSNorm, 15.3 → 14.8).
 FAST_SHARED_POWERS_COLUMNS, FAST_SHARED_POWERS_BYTES, FAST_SHARED_WIDE_BLOCKS = 1024, 20 << 20, 50
 
 # Where memory is fast, with db: slices of two lines, with 32 columns a thread from so much data on, with 40 in any
@@ -121,16 +122,16 @@ LINE_BYTES = 128
 # Float32 (_is_float32), in place of the limits above: up to so many bytes, without and with db; of rows of a warp or
 # less, with db where lanes are idle, in clusters of so many blocks, with 24 columns a thread, and else, but LayerNorm's
 # rows of one block or two with 40 as RMSNorm's (an H100, from a scan of 25 lengths and ten sizes: 12 MB, LayerNorm,
-# 2560 16.1 → 11.5 us, 31 MB, 4096 21.9 → 19.9; but 50 MB, 96, 28.5 → 33.1).
+# 2560 16.1 → 11.5 us, 31 MB, 4096 21.9 → 19.9; but 50 MB, 96, 28.5 → 29.6).
 FLOAT32_SHORT_BYTES, FLOAT32_IDLE_BYTES = {False: 34 << 20, True: 76 << 20}, 42 << 20
 FLOAT32_CLUSTERS, FLOAT32_CLUSTERS_BYTES = {False: 4, True: 8}, {False: 36 << 20, True: 50 << 20}
 FLOAT32_24_COLUMNS_BYTES, FLOAT32_BYTES = 50 << 20, {False: 27 << 20, True: 38 << 20}
 
 # Of short rows several blocks share slices of two lines, about so many, and where a multiprocessor has several; of one
-# line in rows of so many, where these make just as many blocks; where memory is fast, from so many columns on, of four
+# line in rows of so many, where these make just as many blocks; where memory is fast, of so many columns, of four
 # (6 MB, LayerNorm, 64, an H200: 10.7 → 9.2 us, an H100: 11.6 → 10.0; 25 MB, RMSNorm, 2560, an H200: 15.7 → 14.7).
 FLOAT32_SHARED_BLOCKS, FLOAT32_SHARED_BLOCKS_OF_SEVERAL = 64, 96
-FLOAT32_SINGLE_LINES, FAST_FLOAT32_FOUR_LINES_COLUMNS = range(2, 7), 2304
+FLOAT32_SINGLE_LINES, FAST_FLOAT32_FOUR_LINES_COLUMNS = (2, 3, 4, 6), range(2304, 2561)
 
 # RMSNorm's steps of eight rows of 3 to 4 KB are large, and walkers beside column blocks take few of them: up to so many
 # bytes, slices of four lines. 1024, 12 MB, 13.6 → 11.2 us, 18 MB 15.9 → 14.6, 25 MB 17.5 → 18.3 (not shared 21.0).
@@ -307,7 +308,9 @@ def _shared_column_blocks(
         """About so many blocks; at most so many, and a power of two of them for each slice, with `powers`."""
         threads = lines * LINE_BYTES // 16
         slices = divide_up(columns * itemsize, lines * LINE_BYTES)
-        parts = _power_of_two_at_most(blocks * scale / slices) if powers else round(blocks * scale / slices)
+        parts = round(blocks * scale / slices)
+        if powers:  # as with 132 multiprocessors, or with a half, a quarter, … of these
+            parts = int(_power_of_two_at_most(blocks / slices) * 2.0 ** round(math.log2(scale)))
         if parts < 2:
             return None
         rows = divide_up(problem.rows * threads, config.threads * parts) * _counts_as_rows(itemsize, itemsize)
@@ -316,7 +319,7 @@ def _shared_column_blocks(
     several = blocks_at_once > device.multiprocessors
     if float32:
         blocks = FLOAT32_SHARED_BLOCKS_OF_SEVERAL if several else FLOAT32_SHARED_BLOCKS
-        wide = _has_large_steps(config, problem) or (not slow and columns >= FAST_FLOAT32_FOUR_LINES_COLUMNS)
+        wide = _has_large_steps(config, problem) or (not slow and columns in FAST_FLOAT32_FOUR_LINES_COLUMNS)
         row_lines, rest = divmod(columns * itemsize, LINE_BYTES)
         single = not rest and row_lines in FLOAT32_SINGLE_LINES and blocks % row_lines == 0
         return of(4 if wide else 1 if single else 2, blocks)
@@ -333,7 +336,8 @@ def _shared_column_blocks(
             return of(2, SHARED_MEDIUM_BLOCKS[sums_db])
         if sums_db or data <= (SLOW_SHARED_POWERS_BYTES if slow else FAST_SHARED_POWERS_BYTES):
             return of(2, SHARED_POWERS_BLOCKS, powers=True)
-        return of(2, SHARED_MEDIUM_BLOCKS[sums_db]) if slow else of(4, FAST_SHARED_WIDE_BLOCKS)
+        wide = not slow and problem.norm == "rmsnorm"
+        return of(4, FAST_SHARED_WIDE_BLOCKS) if wide else of(2, SHARED_MEDIUM_BLOCKS[sums_db])
     if not slow:
         long = sums_db and config.per_thread == 32 and data > FAST_SHARED_LONG_BYTES
         return of(4 if is_longest else 2, FAST_SHARED_LONG_BLOCKS) if fast_wide or long else None
@@ -438,7 +442,9 @@ def column_parts_bytes(
 
 def vector_of(config: BackwardConfig, problem: NormProblem) -> int:
     """Columns that a column block's thread has side by side: kWideVector of backward.cuh."""
-    return vector_width(problem.x_dtype.name, name_of(problem.dy_dtype)) if "VECTOR=1" in config.definitions else 1
+    if "VECTOR=1" in config.definitions:
+        return vector_width(problem.x_dtype.name, name_of(problem.dy_dtype))
+    return narrow_of(config.definitions)
 
 
 def _counts_as_rows(x_itemsize: int, dy_itemsize: int) -> float:

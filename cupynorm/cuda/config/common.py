@@ -34,13 +34,16 @@ MOST_COPIED_GAPS_LARGE = {True: 1.17, False: 1.25}
 
 # And of rows of whole warps, in single columns; in vectors each block has one of such rows.
 MOST_COPIED_GAPS_LONG = 1.1
+# Elements of an access of rows that start at multiples of 8 or 4 bytes, not 16, by bytes of x's type (1 GB, LayerNorm,
+# N=300 326 → 254 us, forward 292 → 194); of float32 only where a warp or less holds a row (4098: 252 → 262).
+NARROW_VECTORS = {2: (4, 2), 4: (2,)}
+NARROW_LONG_ITEMSIZE = 2
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48  # of a walker
 
 # More columns a thread than these only where a row takes so many warps: FORWARD_COLUMNS_PER_THREAD of forward.py.
 FORWARD_MORE_COLUMNS, FORWARD_MORE_COLUMNS_LEAST_WARPS = 40, 4
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
-NARROW_VECTORS = {2: (4, 2), 4: (2,)}  # elements of an access of rows off 16 bytes, by bytes of x's type
 STEP_COUNTERS = 4  # kStepCounters of counters.cuh
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ELEMENT_CODES = {None: 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # enum ElementCode in element.cuh
@@ -160,6 +163,11 @@ def columns_of(definitions: tuple[str, ...]) -> int:
     return int(number)
 
 
+def narrow_of(definitions: tuple[str, ...]) -> int:
+    """Elements of an access of the kernel, if its rows do not come in vectors."""
+    return next((n for n in (4, 2) if f"NARROW_VECTOR={n}" in definitions), 1)
+
+
 def compute_name(x_name: str) -> str:
     """The type of the arithmetic."""
     return "float64" if x_name == "float64" else "float32"
@@ -183,7 +191,14 @@ def narrow_vector(problem: NormProblem, vector: bool, alignment: int) -> int:
     """NARROW_VECTOR of element.cuh, on the staged route, for rows that start at multiples of so many bytes."""
     itemsize, dy = problem.x_dtype.itemsize, problem.dy_dtype
     several = narrow_vectors(problem.x_dtype.name, None if dy is None else dy.name, vector)
-    return next((n for n in several if problem.columns % n == alignment % (n * itemsize) == 0), 1)
+    fitting = (n for n in several if problem.columns % n == alignment % (n * itemsize) == 0)
+    narrow = next(fitting, 1)
+    return narrow if is_short(problem) or has_long_rows(problem.x_dtype.name, narrow) else 1
+
+
+def has_long_rows(x: str, narrow: int) -> bool:
+    """Whether rows of more than a warp have accesses of so many elements."""
+    return narrow == 1 or ITEMSIZE[x] == NARROW_LONG_ITEMSIZE
 
 
 def narrow_vectors(x: str, dy: str | None, vector: bool) -> tuple[int, ...]:

@@ -51,8 +51,16 @@ FORWARD_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
     False: {2: {12: (4, 16), 20: (16, 16), 24: (16, 16)}, 4: {12: (8, 32), 20: (16, 16)}},
 }
 
+# NARROW_PART_OF_WARP_LANES of backward.py (1 GB, LayerNorm, 180, with sixteen lanes of 12 columns and eight of 24: 267,
+# 186 us).
+FORWARD_NARROW_PART_OF_WARP_LANES: dict[int, PartLanes] = {
+    4: {12: (4, 16), 20: (2, 16), 24: (8, 16)},
+    2: {12: (4, 16), 20: (8, 16), 24: (8, 16)},
+}
+
 # Single columns of 16-bit types: twice as many threads on a multiprocessor, with 24 columns a thread half as many more,
-# where as many lanes or more hold a row (an H100, 1 GB, LayerNorm, N=129: 787 → 482 us).
+# where as many lanes or more hold a row (an H100, 1 GB, LayerNorm, N=129: 787 → 482 us), and of several elements an
+# access where any do (1 GB, N=20: 348 → 241).
 FORWARD_FEW_LANES = 4
 
 # MOST_COPIED_GAPS of backward.py, for 16-bit types (an H100, 300 MB, N=512 with gaps of 64: 83.0 → 76.5 us; 256 with
@@ -147,20 +155,22 @@ def _keeps_b_in_shared(norm: str, x: str, vector: bool, held: tuple[int, int], c
 
 
 def _forward_threads_at_once(
-    norm: str, x: str, vector: bool, held: tuple[int, int], b_in_shared: bool, device: Device
+    norm: str, x: str, vector: bool, narrow: int, held: tuple[int, int], b_in_shared: bool, device: Device
 ) -> int:
     """kThreadsAtOnce of forward_staged.cu: threads on a multiprocessor that leave each the registers that it needs.
 
     `held` is what short_row() or staged_threads() chose. Of single columns by what was timed (an H100, 1 GB, LayerNorm,
-    N=6001: 311 → 243 us; RMSNorm, 2047: 233.3 → 236.2, not there).
+    N=6001: 311 → 243 us; RMSNorm, 2047: 233.3 → 236.2, not there). RMSNorm in accesses of several elements as in
+    vectors (1 GB, 4098: 179.1 → 170.0).
     """
     per_thread, group = held
-    if vector:
+    if vector or (narrow > 1 and norm == "rmsnorm" and ITEMSIZE[x] == 2):
         bytes_of_column = (1 if b_in_shared else 2) * compute_itemsize(x) + 2 * ITEMSIZE[x]
         registers = per_thread * bytes_of_column // 4 + (78 if norm == "layernorm" else 62)
         return 512 if registers <= 128 else 384 if registers <= 170 else STAGED_MAX_THREADS
     usual_of_more_bytes = ITEMSIZE[x] > 2 and per_thread == columns_per_thread(x)
-    if ITEMSIZE[x] == 8 or usual_of_more_bytes or group < FORWARD_FEW_LANES or device.compute_capability >= (10, 0):
+    few_lanes = group < FORWARD_FEW_LANES and narrow == 1
+    if ITEMSIZE[x] == 8 or usual_of_more_bytes or few_lanes or device.compute_capability >= (10, 0):
         return STAGED_MAX_THREADS
     more = norm == "layernorm" and ITEMSIZE[x] == 2 and not takes_part(x, held)
     if per_thread <= (24 if more else 20):
@@ -168,9 +178,11 @@ def _forward_threads_at_once(
     return 384 if per_thread <= (32 if more else 24) else STAGED_MAX_THREADS
 
 
-def forward_part_of_warp_lanes(x: str, vector: bool, choice: Choice, device: Device) -> PartLanes:
+def forward_part_of_warp_lanes(x: str, vector: bool, narrow: int, choice: Choice, device: Device) -> PartLanes:
     """As part_of_warp_lanes() of backward.py."""
-    return of_choice(FORWARD_PART_OF_WARP_LANES[vector].get(ITEMSIZE[x], {}), choice, device)
+    usual = FORWARD_PART_OF_WARP_LANES[vector].get(ITEMSIZE[x], {})
+    of_16_bits = narrow > 1 and ITEMSIZE[x] == 2
+    return of_choice(FORWARD_NARROW_PART_OF_WARP_LANES[narrow] if of_16_bits else usual, choice, device)
 
 
 def may_draw_short_rows(norm: str, x: str, vector: bool) -> bool:
@@ -194,28 +206,19 @@ def _draws_more(problem: NormProblem, vector: int, held: tuple[int, int]) -> boo
 
 
 def _drawn_part(
-    problem: NormProblem,
-    vector: int,
-    held: tuple[int, int],
-    cluster: int,
-    alone: bool,
-    short: bool,
-    row_bytes: int | None,
-    device: Device,
+    problem: NormProblem, vector: int, held: tuple[int, int], alone: bool, apart: bool, device: Device
 ) -> float:
-    """Of all steps. `alone`: one block on a multiprocessor; `short`: LayerNorm's short rows draw; `row_bytes`: of a
-    step, where rows lie apart."""
-    whole_warps = has_whole_warps(problem.x_dtype.name, held)
-    if cluster > 1 or not (whole_warps or problem.norm == "rmsnorm" or short):  # kDraws of forward_staged.cu
-        return 0.0
-    if not (whole_warps or alone or held[0] == 24):
-        return DRAWN_PART_SHORT
-    more = _draws_more(problem, vector, held)
-    parts, limits = MORE_DRAWN_PARTS[problem.norm] if more else DRAWN_PARTS, APART_DRAWN_PARTS[problem.norm]
-    if device.has_slow_memory:
-        parts, limits = SLOW_DRAWN_PARTS, SLOW_APART_DRAWN_PARTS
-    of_short_steps = [] if row_bytes is None else [most for below, most in limits if row_bytes < below]
-    return min([parts[alone], *of_short_steps])
+    """Of all steps, where a kernel draws. `alone`: one block on a multiprocessor; `apart`: rows lie apart."""
+    slow, norm = device.has_slow_memory, problem.norm
+    if not (has_whole_warps(problem.x_dtype.name, held) or alone or held[0] == 24):
+        part = DRAWN_PART_SHORT
+    elif slow:
+        part = SLOW_DRAWN_PARTS[alone]
+    else:
+        part = (MORE_DRAWN_PARTS[norm] if _draws_more(problem, vector, held) else DRAWN_PARTS)[alone]
+    row_bytes, limits = problem.columns * problem.x_dtype.itemsize, APART_DRAWN_PARTS[norm]
+    most = (most for below, most in (SLOW_APART_DRAWN_PARTS if slow else limits) if apart and row_bytes < below)
+    return min(part, *most, part)
 
 
 def forward_keeps_pace(norm: str, held: tuple[int, int], cluster: int, vector: bool, full: bool) -> bool:
@@ -268,7 +271,7 @@ def forward_config(problem: NormProblem, alignment: int, device: Device) -> Forw
     per_thread = columns_per_thread(x)
     if problem.columns <= WARP * per_thread:
         choice = forward_choice(problem.norm, x, vector > 1, 1, device)
-        held = short_row(x, problem.columns, forward_part_of_warp_lanes(x, vector > 1, choice, device))
+        held = short_row(x, problem.columns, forward_part_of_warp_lanes(x, vector > 1, 1, choice, device))
         definitions = (*definitions, *direct_forward_definitions(held[0], takes_part(x, held)))
         return ForwardConfig("forward.cu", "forward_direct", definitions, SMALL_BLOCK, held[1])
     definitions = (*definitions, *direct_forward_definitions(per_thread))
@@ -306,20 +309,19 @@ def _forward_staged(
         if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
             continue
         choice = forward_choice(problem.norm, name, vector > 1, cluster, device)
-        parts = forward_part_of_warp_lanes(name, vector > 1, choice, device)
+        parts = forward_part_of_warp_lanes(name, vector > 1, narrow, choice, device)
         held = short_row(name, slab, parts) if small else staged_threads(slab, choice)
         if held is None:
             continue
         per_thread, group = held
         b_in_shared = _keeps_b_in_shared(problem.norm, name, vector > 1, held, cluster, device)
-        at_once = _forward_threads_at_once(problem.norm, name, vector > 1, held, b_in_shared, device)
+        at_once = _forward_threads_at_once(problem.norm, name, vector > 1, narrow, held, b_in_shared, device)
         if cluster == 1 and group == WARP and not several:
             at_once = min(at_once, FORWARD_APART_WARPS * WARP)
         block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
         groups = groups_in_block(block_threads, group, problem.rows) if cluster == 1 and several else 1
         threads = groups * group
         step_bytes = part_bytes(name, vector > 1, (groups - 1) * stride + slab)
-        row_bytes = None if several else step_bytes
         b_bytes = threads * per_thread * compute_itemsize(name) if b_in_shared else 0
         static_bytes = staged_static_bytes(name, cluster) + b_bytes
         w_bytes = divide_up(slab * compute_itemsize(name), 16) * 16  # copied behind the ring, where there is room
@@ -339,6 +341,9 @@ def _forward_staged(
                     per_thread, cluster, part, paced, gaps=gaps, draws=draws_short, narrow=narrow
                 )
                 least_drawn = DRAWN_LEAST_STEPS[blocks == 1 or vector == 1]
+                # kDraws of forward_staged.cu
+                draws = cluster == 1 and (has_whole_warps(name, held) or problem.norm == "rmsnorm" or draws_short)
+                drawn = _drawn_part(problem, vector, held, blocks == 1, not several, device) if draws else 0.0
                 return ForwardConfig(
                     "forward_staged.cu",
                     "forward_staged",
@@ -349,7 +354,7 @@ def _forward_staged(
                     cluster=cluster,
                     stages=stages,
                     shared_bytes=max(shared_bytes, min(b_bytes + room, device.shared_bytes // (blocks + 1))),
-                    drawn_part=_drawn_part(problem, vector, held, cluster, blocks == 1, draws_short, row_bytes, device),
+                    drawn_part=drawn,
                     drawn_steps=SLOW_DRAWN_LEAST_STEPS if device.has_slow_memory else least_drawn,
                     lead=_forward_lead(problem.norm, per_thread, cluster, device) if paced else 0,
                 )

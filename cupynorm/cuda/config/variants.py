@@ -32,6 +32,7 @@ from .common import (
     columns_per_thread,
     compute_name,
     for_dx_alone,
+    has_long_rows,
     narrow_vectors,
     staged_choice,
     staged_definitions,
@@ -77,15 +78,17 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             filling: Choice = ((STAGED_FILLING_COLUMNS,),) if may_fill_lanes(kind, cluster, device) else ()
             return (*staged_choice(kind[1], kind[2], kind[4], cluster, device), *filling)
 
-        parts = part_of_warp_lanes(x, vector, choices(1, device), device)
+        parts = part_of_warp_lanes(x, vector, 1, choices(1, device), device)
         turns = {n: sorted({may_turn_rows(vector, (n, lanes)) for lanes in _lanes_between(*parts[n])}) for n in parts}
         for per_thread, turned in ((n, turned) for n in parts for turned in turns[n]):
             direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, True, turned))
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
-        paced_of = functools.partial(may_keep_pace, kind)
         short_of = functools.partial(has_short_rows, x, vector)
-        of_staged = functools.partial(_staged_variants, "backward_staged", definitions, x, device, choices, turns)
-        summing = list(of_staged(narrow_vectors(x, dy, vector), paced_of, short_of))
+        of_staged = functools.partial(_staged_variants, "backward_staged", definitions, x, device, choices)
+        summing = [*of_staged(turns, 1, functools.partial(may_keep_pace, kind, 1), short_of)]
+        for narrow in narrow_vectors(x, dy, vector):
+            not_turned = {n: [False] for n in part_of_warp_lanes(x, vector, narrow, choices(1, device), device)}
+            summing += of_staged(not_turned, narrow, functools.partial(may_keep_pace, kind, narrow), short_of)
         if may_form_gangs(x, dy, vector, device):
             summing.append(Variant("backward_staged.cu", ("backward_staged",), (*definitions, *gang_definitions())))
         yield from summing
@@ -100,7 +103,7 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         routes = (*definitions, *direct_forward_definitions(columns_per_thread(x)))
         yield Variant("forward.cu", ("forward_direct", "forward_swept"), routes)
         choices = functools.partial(forward_choice, norm, x, vector)
-        parts = forward_part_of_warp_lanes(x, vector, choices(1, device), device)
+        parts = forward_part_of_warp_lanes(x, vector, 1, choices(1, device), device)
         for per_thread in parts:
             direct = (*definitions, *direct_forward_definitions(per_thread, True))
             yield Variant("forward.cu", ("forward_direct",), direct)
@@ -108,9 +111,11 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         def paced(held: tuple[int, int], cluster: int, full: bool, norm: str = norm, vector: bool = vector) -> bool:
             return forward_keeps_pace(norm, held, cluster, vector, full)
 
-        turns = {n: [False] for n in parts}
-        of_staged = functools.partial(_staged_variants, "forward_staged", definitions, x, device, choices, turns)
-        many = list(of_staged(narrow_vectors(x, None, vector), paced, lambda *_: False))
+        many: list[Variant] = []
+        for narrow in (1, *narrow_vectors(x, None, vector)):
+            turns = {n: [False] for n in forward_part_of_warp_lanes(x, vector, narrow, choices(1, device), device)}
+            of_rows = turns, narrow, paced, lambda *_: False
+            many += _staged_variants("forward_staged", definitions, x, device, choices, *of_rows)
         yield from many
         of_few = {forward_few_rows_definitions(variant.definitions) for variant in many}
         for few in sorted(definitions for definitions in of_few if definitions):
@@ -146,18 +151,18 @@ def _staged_variants(
     device: Device,
     choice_of: Callable[[int, Device], Choice],
     turns: dict[int, list[bool]],
-    narrow: tuple[int, ...],
+    narrow: int,
     paced_of: Callable[[tuple[int, int], int, bool], bool],
     short_of: Callable[[int, int], bool],
 ) -> Iterator[Variant]:
     """One for every pair of columns a thread and blocks a cluster, two where only some rows keep pace, are short, are
-    turned, or have gaps between them; and for accesses of one element or more. `turns` has the columns a thread of rows
-    of a part of a warp."""
+    turned, or have gaps between them. `turns` has the columns a thread of rows of a part of a warp."""
     if not device.has_clusters:
         return
     clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
     pairs = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
     parts = {(n, 1, True) for n in turns}
+    pairs = pairs if has_long_rows(x, narrow) else set()
     wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
     for per_thread, cluster, part in sorted(wholes | parts):
         warp_or_less = part or per_thread <= columns_per_thread(x)
@@ -167,10 +172,6 @@ def _staged_variants(
         least_columns = (1, fills_warp) if cluster == 1 and not part else (fills_warp,)
         shorts = sorted({short_of(per_thread, n) for n in least_columns})
         gaps = (False, True) if warp_or_less and cluster == 1 else (False,)
-        accesses = [
-            *((turned, 1) for turned in (turns[per_thread] if part else (False,))),
-            *((False, n) for n in narrow),
-        ]
-        for paced, short, gap, (turned, n) in product(paces, shorts, gaps, accesses):
-            staged = staged_definitions(per_thread, cluster, part, paced, short, gap, turned=turned, narrow=n)
+        for paced, short, gap, turned in product(paces, shorts, gaps, turns[per_thread] if part else (False,)):
+            staged = staged_definitions(per_thread, cluster, part, paced, short, gap, turned=turned, narrow=narrow)
             yield Variant(f"{kernel}.cu", (kernel,), (*definitions, *staged))
