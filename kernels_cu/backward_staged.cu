@@ -13,7 +13,8 @@
 // With DX_ALONE walkers write dx alone: for calls that want no more, or because, where there is little data, the last blocks of
 // the grid sum dw and db (column_blocks.cuh), and read x and dy once more. A call with dw or db compiles both kernels at the same
 // time, so that it takes the time of one: NVRTC, two cores, N=4096, 0.67 → 0.51 s, LayerNorm 0.80 → 0.58. A call for dx alone
-// compiles two, one in which walkers can keep pace and one in which they cannot. Few rows have a kernel of their own (backward_few_rows.cu). A row's dx has the same bits in all.
+// compiles two, one in which walkers can keep pace and one in which they cannot. Few rows have a kernel of their own
+// (backward_few_rows.cu). A row's dx has the same bits in all.
 //
 // What stands before the first copies is short. By stamps (RMSNorm, N=1024, 25 MB, an H100) the first rows are asked for 1730 cycles
 // after a block starts, of which 760 go by until the first argument is there. What is waited for is asked for in the order in which

@@ -110,7 +110,8 @@ SHARED_POWERS_BLOCKS, SLOW_SHARED_POWERS_BYTES = 80, 27 << 20
 SLOW_SHARED_LONG_BYTES, SLOW_SHARED_LONG_BLOCKS = {False: 27 << 20, True: 21 << 20}, {False: 56, True: 68}
 
 # Where memory is fast, a power of two of blocks from over so many columns on, with db, and without it up to so much
-# data; beyond it RMSNorm has slices of four lines (an H200, 1280: 12 MB, LayerNorm, 12.7 → 11.0 us, 25 MB, RMSNorm, 15.3 → 14.8).
+# data; beyond it RMSNorm has slices of four lines (an H200, 1280: 12 MB, LayerNorm, 12.7 → 11.0 us, 25 MB, RMSNorm,
+# 15.3 → 14.8).
 FAST_SHARED_POWERS_COLUMNS, FAST_SHARED_POWERS_BYTES, FAST_SHARED_WIDE_BLOCKS = 1024, 20 << 20, 50
 
 # Where memory is fast, with db: slices of two lines, with 32 columns a thread from so much data on, with 40 in any
