@@ -28,7 +28,7 @@ constexpr bool kManyColumns = kColumnsPerThread * int(sizeof(Compute)) > 160;
 #define SHORT_ROWS 0
 #endif
 
-// Single columns of whole warps: a question for each, whether it is there, would cost as much as the work on it.
+// Off 16 bytes, of whole warps: a question for each access, whether it is there, would cost as much as the work on it.
 constexpr bool kReadsAll = !VECTOR && kWholeWarps && !SHORT_ROWS;
 
 // Single columns of rows of which a warp has several, one behind the other in shared memory. If these begin in the same banks, as

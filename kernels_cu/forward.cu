@@ -13,12 +13,15 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
     const int group = threadIdx.x / a.group_threads, thread = threadIdx.x % a.group_threads;
     const auto column_of = [&](int k) { return (k * a.group_threads + thread) * kVector; };
 
-    const auto own_column = [&](int k) { return column_of(k) < a.columns ? column_of(k) : -1; };
+    const auto own_column = [&](int i) {  // of load i of w or b
+        const int column = column_of(i * kLoaded / kVector);
+        return column < a.columns ? column + i * kLoaded % kVector : -1;
+    };
     Compute w[kVectors][kVector], b[kVectors][kVector];
     fill_columns(w, Compute(1));
     fill_columns(b, Compute(0));
-    load_columns(w, a.w, a.w_code, own_column);
-    load_columns(b, a.b, a.b_code, own_column);
+    load_columns(as_loaded(w), a.w, a.w_code, own_column);
+    load_columns(as_loaded(b), a.b, a.b_code, own_column);
 
     // The next row is on its way while one is at work. Columns that the thread does not hold stay 0.
     const int64 step = int64(gridDim.x) * groups;

@@ -638,7 +638,7 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
                 assert grid.walkers * chosen.slabs + grid.column_blocks <= at_once * chosen.slabs
             else:
                 assert grid.walkers == 0
-            width = config.common.vector_width(x, dy) if "VECTOR=1" in chosen.definitions else 1
+            width = config.column_blocks.vector_of(chosen, problem)
             column_threads = grid.column_threads
             assert 1 <= column_threads <= chosen.threads
             slices = -(-columns // (column_threads * width))

@@ -43,6 +43,8 @@ def _swap(base: Any) -> Any:
 IN_PLACE = {
     "leading columns": (lambda n: (ROWS, n + 7), lambda base: base[:, :-7]),
     "inner columns": (lambda n: (ROWS, n + 8), lambda base: base[:, INNER]),
+    "all but the last four columns": (lambda n: (ROWS, n + 4), lambda base: base[:, :-4]),
+    "all but the first two columns": (lambda n: (ROWS, n + 2), lambda base: base[:, 2:]),
     "reversed rows": (lambda n: (ROWS, n), lambda base: base[::-1]),
     "every second row": (lambda n: (2 * ROWS, n), lambda base: base[1::2]),
     "reversed rows of inner columns": (lambda n: (ROWS, n + 9), lambda base: base[::-1, 3:-6]),
@@ -81,8 +83,9 @@ def assert_close(norm: str, flat: Tensors, got: tuple[Any, ...]) -> None:
         check("db", got[2], db, db_bound(flat, db, got[2].dtype))
 
 
-# 48: a few vectors. 1001: odd, so every row starts at another alignment. 8192 and 20000: long rows, split on a GPU.
-@pytest.mark.parametrize("columns", [1, 48, 1001, 8192, 20000])
+# 48: a few vectors. 300: a multiple of four, so that rows start at multiples of 8 bytes, or of 4. 1001: odd, so every
+# row starts at another alignment. 8192 and 20000: long rows, split on a GPU.
+@pytest.mark.parametrize("columns", [1, 48, 300, 1001, 8192, 20000])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("norm", "dtype"), [("rmsnorm", "bfloat16"), ("layernorm", "float32")])
 def test_layouts(xp: Any, monkeypatch: Any, norm: str, dtype: str, layout: str, columns: int) -> None:

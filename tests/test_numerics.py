@@ -207,6 +207,24 @@ def test_rows_off_16_bytes_that_fill_the_lanes(norm: str, x: str, rows: int, col
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("x", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        *((9, 6), (700000, 10), (500001, 20), (300000, 36), (30000, 50), (150000, 68), (80000, 70), (200, 90)),
+        *((90000, 100), (1000, 132), (60001, 150), (40000, 178), (50000, 180), (40000, 300), (333, 300), (20000, 500)),
+        *((50000, 516), (30000, 700), (20000, 1002), (1000, 1004), (20000, 1004), (20000, 1500), (4000, 2052)),
+        *((240, 4100), (8000, 4098), (7000, 4100), (3000, 8196), (2000, 12292), (1000, 20004), (300, 65540)),
+        *((100, 131076), (50, 262148)),
+    ],
+)
+def test_rows_off_16_bytes_in_accesses_of_several_elements(norm: str, x: str, rows: int, columns: int) -> None:
+    """Of four and two of 16 bits, of two of float32; in long launches with pace, and with little data."""
+    check_both_passes(pytest.importorskip("cupy"), Case(norm, rows, columns, x, "float32", x, seed=columns))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("x", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("rows", "columns", "x_gap", "dy_gap"),
@@ -215,6 +233,7 @@ def test_rows_off_16_bytes_that_fill_the_lanes(norm: str, x: str, rows: int, col
         *((60000, 512, 64, 64), (60001, 512, 128, 0), (90000, 384, 8, 24), (100001, 256, 0, 64), (200000, 64, 8, 8)),
         *((60000, 512, 1, 1), (60001, 400, 0, 300), (90001, 300, 7, 1), (200000, 129, 1, 0), (300001, 24, 1, 1)),
         *((40001, 640, 1, 1), (20001, 1024, 1, 3), (30000, 700, 13, 0), (9001, 2047, 1, 50)),
+        *((60001, 300, 4, 4), (60001, 300, 2, 6), (40001, 300, 600, 4), (20001, 1000, 4, 12), (8001, 4096, 2, 2)),
     ],
 )
 def test_rows_with_gaps(norm: str, rows: int, columns: int, x_gap: int, dy_gap: int, x: str) -> None:

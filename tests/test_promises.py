@@ -35,7 +35,31 @@ from helpers import (
 )
 
 # Row lengths on every route that a backend may take, with rows whose starts share no alignment (odd N).
-LENGTHS = (1, 7, 31, 33, 127, 129, 147, 255, 290, 350, 384, 500, 601, 1000, 1024, 4097, 12288, 32768, 131072)
+LENGTHS = (
+    1,
+    7,
+    31,
+    33,
+    36,
+    127,
+    129,
+    147,
+    255,
+    290,
+    300,
+    350,
+    384,
+    500,
+    601,
+    1000,
+    1024,
+    1500,
+    4097,
+    4098,
+    12288,
+    32768,
+    131072,
+)
 
 
 def promise_cases(backend: str) -> list[Case]:
@@ -134,7 +158,7 @@ def test_blocks_of_as_many_rows_as_there_may_be(xp: Any, norm: str, dy: str) -> 
 
 def dx_alone_cases(backend: str) -> list[Case]:
     """On the GPU, so many rows that a call keeps pace, where its kernel is compiled to."""
-    columns = (128, 384, 1001, 1024, 4096, 7168, 32768, 131072, 262144)
+    columns = (128, 300, 384, 1001, 1004, 1024, 4096, 4098, 7168, 20004, 32768, 131072, 262144)
     return [
         Case(norm, max(1, min(24 << 20, CAPS[backend]) // n), n, x, "float32", x, seed=n)
         for n, norm, x in itertools.product(columns, NORMS, ("bfloat16", "float32"))
@@ -187,7 +211,7 @@ def test_few_rows_have_the_y_that_they_have_among_many(monkeypatch: pytest.Monke
 
 
 def idle_lane_cases(backend: str) -> list[Case]:
-    columns = (384, 1000, 3000, 4000, 5000, 6904, 7168)
+    columns = (36, 300, 384, 1000, 1004, 3000, 4000, 5000, 6904, 7168)
     shapes = [(110, 3000), *((280 if n > 2000 else 1100, n) for n in columns)]
     return [Case(norm, *shape, "bfloat16", "float32", "bfloat16") for shape in shapes for norm in NORMS]
 
@@ -210,7 +234,9 @@ def short_row_cases(backend: str) -> list[Case]:
     """Rows several of which a block has on the GPU: there the route depends on how far apart they lie."""
     return [
         Case(norm, 1000, columns, x, "float32", x, seed=columns)
-        for columns, norm, x in itertools.product((8, 33, 96, 129, 150, 290, 350, 384, 512, 700, 1300), NORMS, DTYPES)
+        for columns, norm, x in itertools.product(
+            (8, 33, 36, 70, 96, 129, 150, 180, 290, 350, 384, 512, 700, 1300), NORMS, DTYPES
+        )
     ]
 
 

@@ -36,6 +36,7 @@ from .common import (
     is_short,
     kernels_sum_db,
     name_of,
+    narrow_definitions,
     narrow_vector,
     of_choice,
     part_bytes,
@@ -173,7 +174,7 @@ def backward_config(problem: NormProblem, alignment: int, device: Device) -> Bac
     of a lower power of two."""
     x, dy = problem.x_dtype.name, name_of(problem.dy_dtype)
     vector = vector_width(x, dy) if alignment == 16 and problem.columns % vector_width(x, dy) == 0 else 1
-    narrow = narrow_vector(problem, vector > 1, alignment)
+    narrow = narrow_vector(problem, vector > 1, alignment, device)
     definitions = backward_definitions(problem.norm, x, dy, kernels_sum_db(problem), vector > 1, reserved_of(problem))
     per_thread = columns_per_thread(x)
     outer_bytes = _column_sums_bytes(problem, per_thread)
@@ -183,8 +184,8 @@ def backward_config(problem: NormProblem, alignment: int, device: Device) -> Bac
         return staged if sums else staged._replace(definitions=for_dx_alone(staged.definitions, paced=True))
     if problem.columns <= WARP * per_thread:
         choice = staged_choice(x, dy, vector > 1, 1, device)
-        parts = part_of_warp_lanes(x, vector > 1, 1, choice, device)
-        return _direct(problem, definitions, SMALL_BLOCK, *short_row(x, problem.columns, parts))
+        parts = part_of_warp_lanes(x, vector > 1, narrow, choice, device)
+        return _direct(problem, definitions, SMALL_BLOCK, *short_row(x, problem.columns, parts), narrow)
     threads = in_whole_warps(divide_up(problem.columns, per_thread))
     fits = outer_bytes * threads + STATIC_SHARED_BYTES <= device.shared_bytes
     if fits and threads <= DIRECT_MAX_THREADS[vector > 1][-1]:
@@ -202,13 +203,13 @@ def backward_config(problem: NormProblem, alignment: int, device: Device) -> Bac
 
 
 def _direct(
-    problem: NormProblem, definitions: tuple[str, ...], threads: int, per_thread: int, group: int
+    problem: NormProblem, definitions: tuple[str, ...], threads: int, per_thread: int, group: int, narrow: int = 1
 ) -> BackwardConfig:
     part, vector = takes_part(problem.x_dtype.name, (per_thread, group)), "VECTOR=1" in definitions
-    turned = may_turn_rows(vector, (per_thread, group))
+    turned = may_turn_rows(vector, narrow, (per_thread, group))
     return BackwardConfig(
         route="direct",
-        definitions=(*definitions, *direct_definitions(per_thread, threads, vector, part, turned)),
+        definitions=(*definitions, *direct_definitions(per_thread, threads, vector, part, turned, narrow)),
         threads=threads,
         group_threads=group,
         slab_columns=problem.columns,
@@ -218,10 +219,11 @@ def _direct(
 
 
 def direct_definitions(
-    per_thread: int, threads: int, vector: bool, part: bool = False, turned: bool = False
+    per_thread: int, threads: int, vector: bool, part: bool = False, turned: bool = False, narrow: int = 1
 ) -> tuple[str, ...]:
     max_threads = next(most for most in DIRECT_MAX_THREADS[vector] if threads <= most)
-    return f"COLUMNS_PER_THREAD={per_thread}", f"MAX_THREADS={max_threads}", *part_definitions(part, turned)
+    of_block = f"COLUMNS_PER_THREAD={per_thread}", f"MAX_THREADS={max_threads}"
+    return *of_block, *part_definitions(part, turned), *narrow_definitions(narrow)
 
 
 def _column_sums_bytes(problem: NormProblem, per_thread: int) -> int:
@@ -387,7 +389,7 @@ def _staged_config(
         stages = min(stages, max(least, ring_bytes // (blocks * step_bytes)))
         part = takes_part(name, (per_thread, group))
         short = not part and has_short_rows(name, vector, per_thread, problem.columns - (cluster - 1) * slab)
-        turned = part and narrow == 1 and may_turn_rows(vector, (per_thread, group))
+        turned = part and may_turn_rows(vector, narrow, (per_thread, group))
         staged = staged_definitions(per_thread, cluster, part, paced, short, gaps, turned=turned, narrow=narrow)
         return BackwardConfig(
             route="staged",
@@ -407,10 +409,10 @@ def _staged_config(
     return None
 
 
-def may_turn_rows(vector: bool, held: tuple[int, int]) -> bool:
+def may_turn_rows(vector: bool, narrow: int, held: tuple[int, int]) -> bool:
     """Whether kernels turn a warp's rows (TURN_ROWS); `held` is what short_row() chose."""
     per_thread, group = held
-    return not vector and group in TURNED_ROWS.get(per_thread, ())
+    return not vector and narrow == 1 and group in TURNED_ROWS.get(per_thread, ())
 
 
 def turn_of_rows(config: BackwardConfig, problem: NormProblem) -> int:

@@ -187,13 +187,14 @@ def vector_width(*names: str) -> int:
     return 16 // min(ITEMSIZE[name] for name in names)
 
 
-def narrow_vector(problem: NormProblem, vector: bool, alignment: int) -> int:
-    """NARROW_VECTOR of element.cuh, on the staged route, for rows that start at multiples of so many bytes."""
+def narrow_vector(problem: NormProblem, vector: bool, alignment: int, device: Device) -> int:
+    """NARROW_VECTOR of element.cuh, of devices with clusters, for rows that start at multiples of so many bytes."""
     itemsize, dy = problem.x_dtype.itemsize, problem.dy_dtype
     several = narrow_vectors(problem.x_dtype.name, None if dy is None else dy.name, vector)
     fitting = (n for n in several if problem.columns % n == alignment % (n * itemsize) == 0)
     narrow = next(fitting, 1)
-    return narrow if is_short(problem) or has_long_rows(problem.x_dtype.name, narrow) else 1
+    held = is_short(problem) or has_long_rows(problem.x_dtype.name, narrow)
+    return narrow if held and device.has_clusters else 1
 
 
 def has_long_rows(x: str, narrow: int) -> bool:
@@ -364,9 +365,9 @@ def staged_definitions(
     narrow: int = 1,
 ) -> tuple[str, ...]:
     switches = {"PACED=1": paced, "SHORT_ROWS=1": short, "ROW_GAPS=1": gaps, "DRAW_SHORT_ROWS=1": draws}
-    switches[f"NARROW_VECTOR={narrow}"] = narrow > 1
     others = (definition for definition, on in switches.items() if on)
-    return f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}", *part_definitions(part, turned), *others
+    of_block = f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}"
+    return *of_block, *part_definitions(part, turned), *others, *narrow_definitions(narrow)
 
 
 def for_dx_alone(definitions: tuple[str, ...], paced: bool) -> tuple[str, ...]:
@@ -378,6 +379,10 @@ def for_dx_alone(definitions: tuple[str, ...], paced: bool) -> tuple[str, ...]:
 
 def part_definitions(part: bool, turned: bool = False) -> tuple[str, ...]:
     return ("PART_OF_WARP=1", *(("TURN_ROWS=1",) if turned else ())) if part else ()
+
+
+def narrow_definitions(narrow: int) -> tuple[str, ...]:
+    return (f"NARROW_VECTOR={narrow}",) if narrow > 1 else ()
 
 
 def reserved_definitions(

@@ -25,6 +25,7 @@ from .common import (
     have_gaps,
     in_whole_warps,
     is_short,
+    narrow_definitions,
     narrow_vector,
     of_choice,
     part_bytes,
@@ -264,15 +265,15 @@ def forward_config(problem: NormProblem, alignment: int, device: Device) -> Forw
     pass."""
     x = problem.x_dtype.name
     vector = vector_width(x) if alignment == 16 and problem.columns % vector_width(x) == 0 else 1
-    narrow = narrow_vector(problem, vector > 1, alignment)
+    narrow = narrow_vector(problem, vector > 1, alignment, device)
     definitions = forward_definitions(problem.norm, x, vector > 1, reserved_of(problem))
     if device.has_clusters and (staged := _forward_staged(problem, vector, narrow, definitions, device)):
         return staged
     per_thread = columns_per_thread(x)
     if problem.columns <= WARP * per_thread:
         choice = forward_choice(problem.norm, x, vector > 1, 1, device)
-        held = short_row(x, problem.columns, forward_part_of_warp_lanes(x, vector > 1, 1, choice, device))
-        definitions = (*definitions, *direct_forward_definitions(held[0], takes_part(x, held)))
+        held = short_row(x, problem.columns, forward_part_of_warp_lanes(x, vector > 1, narrow, choice, device))
+        definitions = (*definitions, *direct_forward_definitions(held[0], takes_part(x, held), narrow))
         return ForwardConfig("forward.cu", "forward_direct", definitions, SMALL_BLOCK, held[1])
     definitions = (*definitions, *direct_forward_definitions(per_thread))
     threads = in_whole_warps(divide_up(problem.columns, per_thread))
@@ -282,8 +283,8 @@ def forward_config(problem: NormProblem, alignment: int, device: Device) -> Forw
     return ForwardConfig("forward.cu", "forward_swept", definitions, max_threads, max_threads)
 
 
-def direct_forward_definitions(per_thread: int, part: bool = False) -> tuple[str, ...]:
-    return f"COLUMNS_PER_THREAD={per_thread}", *part_definitions(part)
+def direct_forward_definitions(per_thread: int, part: bool = False, narrow: int = 1) -> tuple[str, ...]:
+    return f"COLUMNS_PER_THREAD={per_thread}", *part_definitions(part), *narrow_definitions(narrow)
 
 
 def forward_max_threads(vector: bool) -> int:

@@ -79,7 +79,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             return (*staged_choice(kind[1], kind[2], kind[4], cluster, device), *filling)
 
         parts = part_of_warp_lanes(x, vector, 1, choices(1, device), device)
-        turns = {n: sorted({may_turn_rows(vector, (n, lanes)) for lanes in _lanes_between(*parts[n])}) for n in parts}
+        may_turn = functools.partial(may_turn_rows, vector, 1)
+        turns = {n: sorted({may_turn((n, lanes)) for lanes in _lanes_between(*parts[n])}) for n in parts}
         for per_thread, turned in ((n, turned) for n in parts for turned in turns[n]):
             direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, True, turned))
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
@@ -89,6 +90,10 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         for narrow in narrow_vectors(x, dy, vector):
             not_turned = {n: [False] for n in part_of_warp_lanes(x, vector, narrow, choices(1, device), device)}
             summing += of_staged(not_turned, narrow, functools.partial(may_keep_pace, kind, narrow), short_of)
+            for per_thread in (columns_per_thread(x), *not_turned) if device.has_clusters else ():
+                part = per_thread in not_turned
+                direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, part, narrow=narrow))
+                yield Variant("backward_direct.cu", ("backward_direct",), direct)
         if may_form_gangs(x, dy, vector, device):
             summing.append(Variant("backward_staged.cu", ("backward_staged",), (*definitions, *gang_definitions())))
         yield from summing
@@ -116,6 +121,9 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             turns = {n: [False] for n in forward_part_of_warp_lanes(x, vector, narrow, choices(1, device), device)}
             of_rows = turns, narrow, paced, lambda *_: False
             many += _staged_variants("forward_staged", definitions, x, device, choices, *of_rows)
+            for per_thread in (columns_per_thread(x), *turns) if device.has_clusters and narrow > 1 else ():
+                direct = (*definitions, *direct_forward_definitions(per_thread, per_thread in turns, narrow))
+                yield Variant("forward.cu", ("forward_direct",), direct)
         yield from many
         of_few = {forward_few_rows_definitions(variant.definitions) for variant in many}
         for few in sorted(definitions for definitions in of_few if definitions):
