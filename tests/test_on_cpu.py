@@ -612,8 +612,10 @@ def test_no_more_threads_at_once_than_kernels_have_registers_for(tmp_path: Path)
         lines += [
             f"namespace case_{number} {{",
             "#undef __CUDA_ARCH__",
+            "#undef VECTOR",
             f"#define __CUDA_ARCH__ {100 * capability}",
-            f"constexpr int kColumnsPerThread = {per_thread}, kVector = {4 if vector else 1};",
+            f"#define VECTOR {int(vector)}",
+            f"constexpr int kColumnsPerThread = {per_thread};",
             f"constexpr bool kWantDb = {int(db)}, kWholeWarps = {int(whole_warps)};",
             f"constexpr bool kLayerNorm = {int(norm == 'layernorm')}, kSumsColumns = true;",
             f"struct X {{ char bytes[{config.common.ITEMSIZE[x]}]; }};",
@@ -631,7 +633,7 @@ def test_no_more_threads_at_once_than_kernels_have_registers_for(tmp_path: Path)
         capability, x, norm, db, vector, per_thread = case
         device, kind = config.Device((capability, 0), 132, 232448), (norm, x, x, db, vector)
         assert config.backward._threads_at_once(kind, per_thread, device) <= int(most), case
-        split = config.backward._Split(kind, per_thread, 32, 1, 32 * per_thread, True, False, False)
+        split = config.backward._Split(kind, per_thread, 32, 1, 32 * per_thread, True, False, False, 1)
         if config.backward._takes_many_warps(split, device):
             assert int(most) == 32 * config.backward.MANY_WARPS, case
 

@@ -219,7 +219,7 @@ def _drawn_part(
         part = (MORE_DRAWN_PARTS[norm] if _draws_more(problem, vector, held) else DRAWN_PARTS)[alone]
     row_bytes, limits = problem.columns * problem.x_dtype.itemsize, APART_DRAWN_PARTS[norm]
     most = (most for below, most in (SLOW_APART_DRAWN_PARTS if slow else limits) if apart and row_bytes < below)
-    return min(part, *most, part)
+    return min([part, *most])
 
 
 def forward_keeps_pace(norm: str, held: tuple[int, int], cluster: int, vector: bool, full: bool) -> bool:
