@@ -135,7 +135,7 @@ def kernels_of(row: Row) -> tuple[Kernel, ...]:
     mean = problem.ArraySpec((case.rows,), (statistic.itemsize,), statistic, 0)
     layernorm = case.norm == "layernorm"
     # Older trees ask whether rows start at multiples of 16 bytes.
-    aligned = row.alignment if hasattr(config.common, "narrow_vector") else row.alignment == 16
+    aligned = row.alignment if hasattr(getattr(config, "common", None), "narrow_vector") else row.alignment == 16
     if case.backward:
         arrays = {"x": x, "w": w, "dy": x, "mean": mean if layernorm else None, "rstd": mean, "dresidual_out": None}
         found = problem.backward_problem(

@@ -281,6 +281,126 @@ def test_rows_off_16_bytes_fill_the_lanes_of_their_warps(columns, per_thread, gr
 
 
 @pytest.mark.parametrize(
+    ("name", "columns", "alignment", "device", "elements"),
+    [
+        *(("bfloat16", columns, 8, "sm_90", 4) for columns in (4, 300, 304, 1004, 12292, 131068)),
+        *(("float16", columns, 16, "sm_90_slow", 4) for columns in (300, 4100)),  # with gaps between rows
+        *(("bfloat16", columns, 4, "sm_100", 2) for columns in (2, 150, 300, 304, 4098)),
+        *(("bfloat16", 150, alignment, "sm_120", 2) for alignment in (4, 8, 16)),
+        *(("bfloat16", columns, 16, "sm_90", 1) for columns in (129, 1001, 304)),  # 304: vectors
+        *(("bfloat16", columns, 2, "sm_90", 1) for columns in (300, 4100)),
+        *(("float32", columns, 8, "sm_90", 2) for columns in (50, 510, 512)),
+        *(("float32", columns, 8, "sm_90", 1) for columns in (51, 514, 4098)),
+        ("float32", 50, 4, "sm_90", 1),
+        ("float64", 50, 8, "sm_90", 1),
+        ("bfloat16", 300, 8, "sm_80", 1),
+    ],
+)
+def test_rows_off_16_bytes_are_read_in_as_many_elements_as_they_allow(name, columns, alignment, device, elements):
+    """Short rows with large gaps between them, which take the direct route, too: else their bits would be others."""
+    for norm, gap in product(("rmsnorm", "layernorm"), (0, 64 * columns)):
+        problem = replace(backward(columns, name, name, norm=norm), x_row_stride=columns + gap)
+        for chosen in (
+            config.backward_config(problem, alignment, DEVICES[device]),
+            config.forward_config(forward_of(problem), alignment, DEVICES[device]),
+        ):
+            assert config.common.narrow_of(chosen.definitions) == elements, (norm, gap, chosen)
+            vectors = alignment == 16 and columns % 8 == 0
+            assert ("VECTOR=1" in chosen.definitions) == vectors
+        if elements > 1:
+            assert config.column_blocks.vector_of(chosen, problem) == elements
+    mixed = config.backward_config(
+        backward(columns, name, "float64" if name != "float64" else "float32"), 2, DEVICES[device]
+    )
+    assert config.common.narrow_of(mixed.definitions) == 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "alignment", "backward_lanes", "forward_lanes"),
+    [
+        (20, 8, (16, 2), (16, 2)),
+        (36, 8, (20, 2), (20, 2)),
+        (38, 4, (12, 4), (12, 4)),
+        (68, 8, (20, 4), (20, 4)),
+        (66, 4, (20, 4), (12, 8)),
+        (132, 8, (20, 8), (20, 8)),
+        (150, 4, (20, 8), (20, 8)),
+        (178, 4, (12, 16), (24, 8)),
+        (180, 8, (12, 16), (24, 8)),
+        (300, 8, (20, 16), (20, 16)),
+        (340, 8, (12, 32), (24, 16)),
+        (500, 8, (16, 32), (16, 32)),
+    ],
+)
+def test_short_rows_of_several_elements_an_access(columns, alignment, backward_lanes, forward_lanes):
+    """Columns a thread and lanes; never turned. The forward pass has as many threads however few lanes hold a row."""
+    for norm in ("rmsnorm", "layernorm"):
+        problem = backward(columns, "bfloat16", "bfloat16", norm=norm, rows=1 << 20)
+        chosen = config.backward_config(problem, alignment, DEVICES["sm_90"])
+        assert (chosen.per_thread, chosen.group_threads) == backward_lanes
+        assert "TURN_ROWS=1" not in chosen.definitions
+        chosen = config.forward_config(forward_of(problem), alignment, DEVICES["sm_90"])
+        assert (defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads) == forward_lanes
+        threads = chosen.threads * blocks_at_once(chosen, DEVICES["sm_90"])
+        assert threads == (384 if forward_lanes[0] == 24 else 512)
+
+
+@pytest.mark.parametrize(
+    ("columns", "per_thread", "rmsnorm", "layernorm"),
+    [
+        (300, 20, False, False),
+        (516, 20, True, False),
+        (700, 24, True, False),
+        (1004, 32, True, True),
+        (2500, 40, True, True),
+        (4100, 36, True, True),
+        (12292, 28, True, False),
+    ],
+)
+def test_longer_rows_of_several_elements_an_access_keep_pace(columns, per_thread, rmsnorm, layernorm):
+    for norm, paced in (("rmsnorm", rmsnorm), ("layernorm", layernorm)):
+        problem = backward(columns, "bfloat16", "bfloat16", norm=norm, rows=1 << 20)
+        chosen = config.backward_config(problem, 8, DEVICES["sm_90"])
+        assert chosen.per_thread == per_thread
+        assert ("PACED=1" in chosen.definitions, chosen.lead > 0) == (paced, paced)
+        assert config.backward_config(problem, 2, DEVICES["sm_90"]).lead == 0  # single elements
+
+
+def test_rmsnorm_forward_has_as_many_threads_in_several_elements_as_in_vectors():
+    """Timed in 16-bit types; LayerNorm takes as long."""
+    for columns, alignment, norm, threads in (
+        (4098, 4, "rmsnorm", 384),
+        (4098, 4, "layernorm", 256),
+        (4097, 2, "rmsnorm", 256),
+        (2052, 8, "rmsnorm", 384),
+    ):
+        chosen = config.forward_config(
+            forward_of(backward(columns, "bfloat16", "bfloat16", norm=norm)), alignment, DEVICES["sm_90"]
+        )
+        assert chosen.threads * blocks_at_once(chosen, DEVICES["sm_90"]) == threads, (columns, norm)
+
+
+def test_rows_start_at_multiples_of_what_their_strides_and_addresses_share() -> None:
+    launch = pytest.importorskip("cupynorm.cuda.launch", exc_type=ImportError)
+    for columns, x_stride, out_stride, offset, expected in (
+        (304, 304, 304, 0, 16),
+        (300, 300, 300, 0, 8),
+        (300, 304, 304, 0, 16),
+        (300, 304, 300, 0, 8),
+        (300, 302, 300, 0, 4),
+        (304, 304, 304, 4, 4),
+        (304, 304, 304, 8, 8),
+        (304, 304, 304, 8 | 2, 2),
+        (129, 129, 129, 0, 2),
+    ):
+        strides = {"x_row_stride": x_stride, "dy_row_stride": x_stride, "out_row_stride": out_stride}
+        problem = replace(backward(columns, "bfloat16", "bfloat16"), **strides)
+        assert launch._alignment(problem, offset) == expected, (columns, x_stride, out_stride, offset)
+    wide = replace(backward(300, "bfloat16", "float32"), dy_row_stride=301)
+    assert launch._alignment(wide, 0) == 4
+
+
+@pytest.mark.parametrize(
     ("norm", "rows", "columns", "device", "warps"),
     [
         ("rmsnorm", 16650, 1001, "sm_90", 12),
