@@ -241,6 +241,19 @@ class CudaGaps(_Measured):
     setup_cache.timeout = SETUP_SECONDS  # type: ignore[attr-defined]
 
 
+@tracked("Rows off 16-byte boundaries on CUDA")
+class CudaUnaligned(_Measured):
+    """bfloat16 x with float32 w; rows start at multiples of 8 bytes, of 4, or anywhere."""
+
+    params = cases(BACKWARD + FORWARD, [300, 1004, 50, 129, 4095], [25, 100, 1000])
+    param_names = ("op", "N", "data MB")
+
+    def setup_cache(self) -> Cache:
+        return on_cuda(self.params, bandwidth_of_data)
+
+    setup_cache.timeout = SETUP_SECONDS  # type: ignore[attr-defined]
+
+
 @tracked("dx alone on CUDA")
 class CudaDxAlone(_Measured):
     """bfloat16 x with float32 w, where neither dw nor db is wanted."""

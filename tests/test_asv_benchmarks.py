@@ -90,7 +90,7 @@ def tracks(each: type) -> list[Any]:
 
 def test_everything_has_a_name_a_unit_and_named_parameters(benchmarks: ModuleType) -> None:
     names = [track.pretty_name for each in classes(benchmarks) for track in tracks(each)]
-    assert len(names) == len(set(names)) == 25
+    assert len(names) == len(set(names)) == 28
     for each in classes(benchmarks):
         assert len(getattr(each, "params", ())) == len(getattr(each, "param_names", ())), each
         for track in tracks(each):
@@ -113,7 +113,7 @@ def test_quick_leaves_one_case_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("stand_in")
 def test_every_case_gets_its_figures(benchmarks: ModuleType) -> None:
     measured = [each for each in classes(benchmarks) if hasattr(each, "setup_cache")]
-    assert len(measured) == 9
+    assert len(measured) == 10
     for each in measured:
         cache = each().setup_cache()  # type: ignore[attr-defined]
         keys = list(itertools.product(*each.params))  # type: ignore[attr-defined]
