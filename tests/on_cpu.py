@@ -29,7 +29,8 @@ OPTIONS = (
     *("-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-pthread", "-fno-strict-aliasing", "-ffp-contract=off"),
     "-fno-gnu-unique",  # else libraries share static variables of one name, also where they are a thread's own in one
     f"-I{HERE}",
-    *("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error"),  # what lies beside an array is no register of a GPU
+    # What lies beside an array is no register of a GPU, and no access of one may be misaligned.
+    *("-fsanitize=bounds,alignment", "-fsanitize-undefined-trap-on-error"),
 )
 
 # PTX that has an effect here, by what it begins with; $1, $2 are its operands, in the order in which they are written.

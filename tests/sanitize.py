@@ -18,7 +18,8 @@ import numpy as np
 import cupynorm
 from cupynorm.cuda.config import column_blocks
 
-# Parts of a warp, one warp, several, blocks of several teams, clusters of 2 to 16; off 16 bytes where N is odd. With
+# Parts of a warp, one warp, several, blocks of several teams, clusters of 2 to 16; off 16 bytes where N is odd, read
+# in several elements at a time where it is even, but no multiple of 8 (of float32, of 4, up to 512). With
 # little data blocks of their own sum dw and db, two of them on a multiprocessor at 400x3072 of float32 and 150x10240 of
 # bfloat16, with slices of any width at 1017x4096, 407x10240 and 127x32768, several for a slice from 9000x128 on; the
 # few rows, 300x128 the most, one row and 90x896, have a kernel of their own.
@@ -38,7 +39,7 @@ SHAPES = (
 MEETING = (
     (6200, 1024), (1900, 4096), (400, 4095), (500, 16384), (240, 40960), (120, 65536), (60, 262144),
     (70, 131072), (90, 98304), (20, 524288),
-    (51000, 1024), (3200, 7168), (300000, 128), (102000, 512), (1800, 14336), (3200, 16384),
+    (51000, 1024), (51000, 1004), (12000, 4098), (900, 20004), (3200, 7168), (300000, 128), (102000, 512), (1800, 14336), (3200, 16384),
 )  # fmt: skip
 # With gaps of so many elements between rows: several in a copy, but the last two, one.
 GAPS = (

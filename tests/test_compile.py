@@ -146,6 +146,7 @@ def allowance(spill: Spill) -> Allowed | None:
         if allowed.kernel == spill.kernel
         and allowed.architecture in (None, spill.architecture)
         and set(allowed.definitions) <= set(spill.definitions)
+        and not any(text.startswith("NARROW_VECTOR=") for text in spill.definitions)  # none of these was looked at
     )
     return max(agree, key=lambda allowed: allowed.most, default=None)
 

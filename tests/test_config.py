@@ -31,12 +31,15 @@ DEVICES = {
 DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")} | {
     "bfloat16": np.dtype(ml_dtypes.bfloat16)
 }
-# Every power of two and its neighbours: where one route ends and the next begins.
+# Rows off 16 bytes that are read in several elements at a time, in parts of warps, in warps, and in clusters.
+UNALIGNED = (36, 50, 70, 132, 178, 300, 340, 516, 700, 1004, 1500, 2500, 4098, 4100, 12292, 20004, 40004, 131068)
+# These, and every power of two and its neighbours: where one route ends and the next begins.
 POWERS = [1 << k for k in range(19)]
 COLUMNS = sorted(
     {n + d for n in POWERS for d in (-1, 0, 1, 8) if 1 <= n + d <= 262144}
-    | {768, 1792, 3584, 7168, 14336, 20480, 28672, 262143}
+    | {768, 1792, 3584, 7168, 14336, 20480, 28672, 262143, *UNALIGNED}
 )
+ALIGNMENTS = (16, 8, 4, 2)
 
 
 def backward(columns: int, x: str, dy: str, rows: int = 4096, norm: str = "layernorm") -> NormProblem:
@@ -101,16 +104,16 @@ def compiled_for(device):
 
 
 @pytest.mark.parametrize(("norm", "rows"), [("layernorm", 4096), ("rmsnorm", 4096), ("rmsnorm", 1 << 20)])
-@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
 @pytest.mark.parametrize("dy", DTYPES)
 @pytest.mark.parametrize("x", DTYPES)
-def test_backward_configs_hold_their_rows(device, x, dy, aligned, norm, rows):
+def test_backward_configs_hold_their_rows(device, x, dy, alignment, norm, rows):
     compiled = compiled_for(device)
     for columns, (x_gap, dy_gap) in product(COLUMNS, ((0, 0), (8, 0), (0, 16))):
         problem = replace(
             backward(columns, x, dy, rows, norm), x_row_stride=columns + x_gap, dy_row_stride=columns + dy_gap
         )
-        chosen = config.backward_config(problem, 16 if aligned else 2, device)
+        chosen = config.backward_config(problem, alignment, device)
         at = f"{columns} columns, {x_gap} and {dy_gap} between rows: {chosen}"
         vector = "VECTOR=1" in chosen.definitions
         assert (chosen.slabs - 1) * chosen.slab_columns < columns <= chosen.slabs * chosen.slab_columns, at
@@ -135,7 +138,7 @@ def test_backward_configs_hold_their_rows(device, x, dy, aligned, norm, rows):
             assert chosen.threads <= defined(chosen, "MAX_THREADS"), at
         if vector:
             width = config.common.vector_width(x, dy)
-            assert aligned, at
+            assert alignment == 16, at
             assert columns % width == 0, at
             assert chosen.slab_columns % width == 0, at
 
@@ -307,12 +310,13 @@ def test_rows_off_16_bytes_are_read_in_as_many_elements_as_they_allow(name, colu
             assert config.common.narrow_of(chosen.definitions) == elements, (norm, gap, chosen)
             vectors = alignment == 16 and columns % 8 == 0
             assert ("VECTOR=1" in chosen.definitions) == vectors
-        if elements > 1:
+    backward_of = functools.partial(backward, columns, name)
+    for problem in (backward_of("float64" if name != "float64" else "float32"), backward_of(name)):
+        chosen = config.backward_config(problem, alignment, DEVICES[device])
+        of_one_type = problem.x_dtype == problem.dy_dtype
+        assert config.common.narrow_of(chosen.definitions) == (elements if of_one_type else 1)
+        if of_one_type and not vectors:
             assert config.column_blocks.vector_of(chosen, problem) == elements
-    mixed = config.backward_config(
-        backward(columns, name, "float64" if name != "float64" else "float32"), 2, DEVICES[device]
-    )
-    assert config.common.narrow_of(mixed.definitions) == 1
 
 
 @pytest.mark.parametrize(
@@ -613,13 +617,13 @@ def what_orders_a_rows_sums(chosen: config.BackwardConfig) -> tuple[object, ...]
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
-@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
 @pytest.mark.parametrize("x", DTYPES)
-def test_what_orders_a_rows_sums_does_not_depend_on_the_number_of_rows(device, x, aligned, norm):
+def test_what_orders_a_rows_sums_does_not_depend_on_the_number_of_rows(device, x, alignment, norm):
     for columns in COLUMNS:
-        many = config.backward_config(backward(columns, x, x, 1 << 20, norm), 16 if aligned else 2, device)
+        many = config.backward_config(backward(columns, x, x, 1 << 20, norm), alignment, device)
         for rows in (1, 2, 3, 5, 8, 100):
-            few = config.backward_config(backward(columns, x, x, rows, norm), 16 if aligned else 2, device)
+            few = config.backward_config(backward(columns, x, x, rows, norm), alignment, device)
             assert what_orders_a_rows_sums(few) == what_orders_a_rows_sums(many), (columns, rows)
 
 
@@ -635,14 +639,14 @@ def test_a_staged_block_has_no_more_groups_than_rows_but_whole_warps():
         assert chosen.threads % 32 == 0
 
 
-@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
 @pytest.mark.parametrize("x", DTYPES)
-def test_gaps_between_long_rows_change_neither_the_kernel_nor_the_order_of_sums(device, x, aligned):
+def test_gaps_between_long_rows_change_neither_the_kernel_nor_the_order_of_sums(device, x, alignment):
     """Without gaps a block takes several rows; room for these is no reason for another cluster."""
     for columns in (n for n in COLUMNS if n > 513):
         dense = backward(columns, x, x)
         gaps = replace(dense, x_row_stride=columns + 16)
-        one, another = (config.backward_config(problem, 16 if aligned else 2, device) for problem in (dense, gaps))
+        one, another = (config.backward_config(problem, alignment, device) for problem in (dense, gaps))
         assert one.definitions == another.definitions, columns
         assert one.group_threads == another.group_threads, columns
         assert one.slab_columns == another.slab_columns, columns
@@ -732,9 +736,9 @@ def test_no_warp_reads_single_columns_that_are_not_there(device, x, dy):
 
 
 @pytest.mark.parametrize("want_dx", [True, False])
-@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
 @pytest.mark.parametrize(("x", "dy"), [*((x, x) for x in DTYPES), ("float64", "bfloat16"), ("float32", "float16")])
-def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
+def test_column_blocks_take_all_columns(device, x, dy, alignment, want_dx):
     """By whole clusters, or blocks, that run beside the walkers, none idle, with room for what their threads add up."""
     found = 0
     shared = 0
@@ -742,7 +746,7 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
     for (columns, rows), gap, norm in product(rows_and_columns, (0, 16), ("rmsnorm", "layernorm")):
         problem = backward(columns, x, dy, rows=rows, norm=norm)
         problem = replace(problem, want_dx=want_dx, x_row_stride=columns + gap)
-        chosen = config.backward_config(problem, 16 if aligned else 2, device)
+        chosen = config.backward_config(problem, alignment, device)
         for together in (1, 2, 3):
             row_blocks = chosen.slabs if chosen.route == "staged" else 1
             at_once = max(1, together * device.multiprocessors // row_blocks - 1)
@@ -801,7 +805,7 @@ def test_column_blocks_take_all_columns(device, x, dy, aligned, want_dx):
             row_threads = chosen.threads // column_threads
             assert row_threads * numbers * config.common.compute_itemsize(x) <= chosen.shared_bytes
     assert bool(found) == device.has_clusters
-    sharing = aligned and want_dx and (DTYPES[x].itemsize == DTYPES[dy].itemsize == 2 or x == dy == "float32")
+    sharing = alignment == 16 and want_dx and (DTYPES[x].itemsize == DTYPES[dy].itemsize == 2 or x == dy == "float32")
     assert bool(shared) == (device.has_clusters and sharing)
 
 
@@ -1332,15 +1336,15 @@ def test_the_lengths_of_the_notes_are_read_once(norm, names, x, dy, aligned, col
         )
 
 
-@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
 @pytest.mark.parametrize("x", DTYPES)
-def test_forward_configs_hold_their_rows(device, x, aligned):
+def test_forward_configs_hold_their_rows(device, x, alignment):
     compiled = compiled_for(device)
     for columns, gap in product(COLUMNS, (0, 8)):
         problem = replace(
             backward(columns, x, x), direction="forward", dy_dtype=None, dy_row_stride=0, x_row_stride=columns + gap
         )
-        chosen = config.forward_config(problem, 16 if aligned else 2, device)
+        chosen = config.forward_config(problem, alignment, device)
         at = f"{columns} columns, {gap} between rows: {chosen}"
         vector = "VECTOR=1" in chosen.definitions
         per_thread = defined(chosen, "COLUMNS_PER_THREAD")

@@ -452,6 +452,8 @@ def small_device(device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch) -> Kerne
         (701, 257, "bfloat16", 100),
         (301, 513, "bfloat16", 5),
         (200, 1024, "bfloat16", 1),
+        *((700, 300, "bfloat16", 0), (700, 300, "bfloat16", 4), (2000, 36, "bfloat16", 0), (500, 150, "bfloat16", 0)),
+        *((333, 1004, "bfloat16", 0), (80, 4098, "bfloat16", 2), (900, 50, "float32", 0)),
     ],
 )
 def test_many_steps(small_device: KernelsOnCpu, norm: str, rows: int, columns: int, name: str, gap: int) -> None:
@@ -497,7 +499,10 @@ def test_where_memory_is_slow(
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
     ("rows", "columns"),
-    [(4001, 128), (1999, 512), (1011, 768), (1012, 768), (900, 1024), (901, 1024), (203, 4096), (101, 7168)],
+    [
+        *((4001, 128), (1999, 512), (1011, 768), (1012, 768), (900, 1024), (901, 1024), (203, 4096), (101, 7168)),
+        *((901, 1004), (203, 4098)),
+    ],
 )
 @pytest.mark.parametrize("sums", [True, False])
 def test_who_keeps_pace_leaves_counters_of_zero(
@@ -553,7 +558,10 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize(("columns", "few"), [(128, True), (1024, True), (128, False), (1024, False), (1001, False)])
+@pytest.mark.parametrize(
+    ("columns", "few"),
+    [(128, True), (1024, True), (128, False), (1024, False), (1001, False), (300, False), (1004, False)],
+)
 def test_a_nan_stays_in_its_row(
     device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, norm: str, columns: int, few: bool
 ) -> None:

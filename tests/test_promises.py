@@ -243,7 +243,7 @@ def short_row_cases(backend: str) -> list[Case]:
 @pytest.mark.parametrize(("xp", "case"), on_both(short_row_cases), indirect=["xp"])
 def test_a_short_row_has_the_same_bits_with_gaps_between_rows(xp: Any, case: Case) -> None:
     """dx, y and the statistics, with small gaps and large ones, which leave it as it is whether rows begin at multiples
-    of 16 bytes."""
+    of 16 bytes, of 8 or of 4."""
     tensors = make_case(xp, case)
     expected = (backward(case.norm, tensors, has_bias=True)[0], *forward(case.norm, tensors))
     for gap in (8, 8 * case.columns):
