@@ -237,8 +237,9 @@ def test_rows_off_16_bytes_in_accesses_of_several_elements(norm: str, x: str, ro
     ],
 )
 def test_rows_with_gaps(norm: str, rows: int, columns: int, x_gap: int, dy_gap: int, x: str) -> None:
-    """In long launches, whose blocks keep pace but where rows come by single elements: with counters that are zero again for the
-    next. A step of a block, several short rows, may have fewer at the end; what lies in the gaps is no number."""
+    """In long launches, whose blocks keep pace but where rows come by single elements: with counters that are zero
+    again for the next. A step of a block, several short rows, may have fewer at the end; what lies in the gaps is no
+    number."""
     cupy = pytest.importorskip("cupy")
     case = Case(norm, rows, columns, x, "float32", x, has_bias=norm == "layernorm")
     tensors = make_case(cupy, case)
