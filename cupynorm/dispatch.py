@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -260,14 +259,12 @@ class Plan:
     def _device_work(self) -> Callable[..., None]:
         from .cuda import launch
 
-        def offset(*names: str) -> int:  # from multiples of 16 bytes; new arrays and copies have none
-            specs = zip(self._specs, self._operation.inputs + self._operation.outputs, strict=False)
-            return functools.reduce(
-                operator.or_,
-                (spec.offset for spec, name in specs if spec and name in names and name not in self.problem.copies),
-                0,
-            )
+        specs = zip(self._operation.inputs + self._operation.outputs, self._specs, strict=False)
+        placed = {name: spec for name, spec in specs if spec and name not in self.problem.copies}
+
+        def offsets(*names: str) -> list[int]:  # from multiples of 16 bytes; new arrays and copies have none
+            return [placed[name].offset if name in placed else 0 for name in names]
 
         if self.problem.direction == "backward":
-            return launch.Backward(self.problem, offset("x", "w", "dy", "dx"), offset("dw", "db"))
-        return launch.Forward(self.problem, offset("x", "w", "b", "y"))
+            return launch.Backward(self.problem, offsets("x", "dy", "dx"), offsets("w"), offsets("dw", "db"))
+        return launch.Forward(self.problem, offsets("x", "y"), offsets("w", "b"))

@@ -8,7 +8,8 @@
 //   LAYER_NORM  0: RMSNorm, 1: LayerNorm
 //   X_TYPE      element type of x and dx          DY_TYPE  element type of dy
 //   WANT_DB     1: db is summed as well           VECTOR   1: 16-byte accesses (8, where these do not divide a thread's
-//                                                          columns), 0: of NARROW_VECTOR elements (element.cuh)
+//                                                          columns), 0: of NARROW_VECTOR elements, or for
+//                                                          ODD_ROWS (element.cuh)
 //   COLUMNS_PER_THREAD     PART_OF_WARP  1: a row takes a warp or less however many columns a thread has
 //   SHORT_ROWS  1: some block has fewer columns of a row than one of its warps would read
 //   WEIGHT_OFFSET  1: w + offset in place of w    PER_HEAD  1: one w for each head
@@ -34,7 +35,7 @@ using Compute = typename ComputeOf<X>::type;
 
 constexpr int kColumnsPerThread = COLUMNS_PER_THREAD;
 constexpr int kWideVector = VECTOR ? 16 / minimum(sizeof(X), sizeof(Dy)) : NARROW_VECTOR;  // 16 bytes of the smaller type
-constexpr int kVector = kColumnsPerThread % kWideVector ? kWideVector / 2 : kWideVector;
+constexpr int kVector = kOddRows ? 2 : kColumnsPerThread % kWideVector ? kWideVector / 2 : kWideVector;
 constexpr int kVectors = kColumnsPerThread / kVector;
 static_assert(kVectors * kVector == kColumnsPerThread, "the vectors cover a thread's columns exactly");
 
@@ -80,8 +81,8 @@ struct BackwardArguments {
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 
-using XVector = Packed<X, kVector>;
-using DyVector = Packed<Dy, kVector>;
+using XVector = RowVector<X, kVector>;
+using DyVector = RowVector<Dy, kVector>;
 
 // The constants of one row.
 struct RowStatistics {
@@ -123,7 +124,7 @@ template <int kCount = kVectors> struct Weights {
 #pragma unroll
         for (int k = 0; k < kCount; ++k) {
 #pragma unroll
-            for (int v = 0; v < kVector; ++v) own[k][v] = Compute(at.holds(k));
+            for (int v = 0; v < kVector; ++v) own[k][v] = Compute(holds_column(at, k, v));
         }
         load_columns_of_either<Compute, X>(as_loaded(own), first_column, code, [&](int i) { return loaded_column(at, i); });
     }
@@ -153,7 +154,7 @@ struct ColumnSums {
 
     Level dw, db;
     Compute* outer;
-    int thread, threads, turn, rows_since_flush;  // turn: of Columns
+    int thread, threads, turn, shift, lanes, rows_since_flush;  // turn, shift and lanes: of Columns
     bool flushed;
 
     static constexpr int kRun = 16 / int(sizeof(Compute));
@@ -164,8 +165,9 @@ struct ColumnSums {
         return (kWantDb ? 2 : 1) * kRuns * 16 * threads;
     }
 
-    __device__ ColumnSums(void* shared, int thread, int threads, int turn = 0)
-        : outer(static_cast<Compute*>(shared)), thread(thread), threads(threads), turn(turn), flushed(false) {
+    __device__ ColumnSums(void* shared, int thread, int threads, const Columns& own)
+        : outer(static_cast<Compute*>(shared)), thread(thread), threads(threads), turn(own.turn), shift(own.shift),
+          lanes(own.lanes), flushed(false) {
         clear();
     }
 
@@ -182,6 +184,10 @@ struct ColumnSums {
         if constexpr (kTurns) {
             turn_back(dw);
             if constexpr (kWantDb) turn_back(db);
+        }
+        if constexpr (kShifts) {
+            shift_back(dw);
+            if constexpr (kWantDb) shift_back(db);
         }
         add_outer();
         if (complete && group_threads == threads) return;
@@ -224,6 +230,21 @@ private:
             for (int k = 0; k < kVectors; ++k) turned[(k + quarters * kQuarter) % kVectors][0] = level[k][0];
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) level[k][0] = turned[k][0];
+        }
+    }
+
+    // To the order of the columns: the second of a pair is the first of the next pair, which the next lane has, or the first lane
+    // in its next pair.
+    __device__ void shift_back(Level& level) const {
+        const bool last = (thread & (lanes - 1)) == lanes - 1;
+        Compute next = __shfl_sync(0xffffffffu, level[0][0], thread + 1, lanes);
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            const Compute own = next;
+            next = k + 1 < kVectors ? __shfl_sync(0xffffffffu, level[(k + 1) % kVectors][0], thread + 1, lanes) : Compute(0);
+            const Compute second = last ? next : own;
+            level[k][0] = moved(shift ? level[k][1] : level[k][0]);  // one by one: else registers run out
+            level[k][1] = moved(shift ? second : level[k][1]);
         }
     }
 
@@ -285,6 +306,12 @@ private:
 #pragma unroll
         for (int e = 0; e < kColumnsPerThread; e += kWidth) {
             const int k = e / kVector, v = e % kVector;
+            if constexpr (kOddRows) {
+                for (int j = 0; j < kVector; ++j) {
+                    if (holds_column(own, k, j)) target[own.at(k) + j] = level[k][j];
+                }
+                continue;
+            }
             if (!own.holds(k)) continue;
             Compute values[kWidth];
 #pragma unroll
@@ -330,7 +357,7 @@ private:
 #pragma unroll
                 for (int j = 0; j < kRun; ++j) {
                     const int k = (i * kRun + j) / kVector, v = j % kVector;
-                    if (own.holds(k)) target[own.at(k) + v] = Compute(sums[j]);
+                    if (holds_column(own, k, v)) target[own.at(k) + v] = Compute(sums[j]);
                 }
             }
         }
@@ -356,17 +383,18 @@ constexpr bool kSumsByVector = VECTOR && kColumnsPerThread <= 32 && !kFillsTime 
 
 // The first half of a row's work, for one vector: its share of the row's sums and of the columns' sums. Both take the
 // product dy·(x − mean), which saves an operation; it stays far inside the range of float32 unless dy and x both leave it.
+// `row_sums` is the vector's chain, of an odd row both.
 template <bool kRowSums, bool kColumnSums, int kCount>
-__device__ void first_half(Sums<Compute>& row_sums, ColumnSums* column_sums, int k, const XVector& x_packed,
+__device__ void first_half(Sums<Compute>* row_sums, ColumnSums* column_sums, int k, const XVector& x_packed,
                            const DyVector& dy_packed, const Weights<kCount>& weights, const RowStatistics& row) {
     Compute x[kVector], dy[kVector];
     const Compute(&w)[kVector] = weights.own[k];
     x_packed.unpack(x);
     dy_packed.unpack(dy);
     Sums<Compute> of_vector = {Compute(0), Compute(0)};
-    Sums<Compute>& sums = kSumsByVector ? of_vector : row_sums;
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
+        Sums<Compute>& sums = kSumsByVector ? of_vector : row_sums[kOddRows ? v : 0];
         const Compute product = dy[v] * row.centred(x[v]);
         if constexpr (kRowSums) {
             sums.first = fused(product, w[v], sums.first);
@@ -374,12 +402,12 @@ __device__ void first_half(Sums<Compute>& row_sums, ColumnSums* column_sums, int
         }
         if constexpr (kColumnSums) column_sums->add(k, v, product * row.rstd, dy[v]);
     }
-    if constexpr (kRowSums && kSumsByVector) row_sums.add(of_vector);
+    if constexpr (kRowSums && kSumsByVector) row_sums->add(of_vector);
 }
 
 // The second half, for one vector: dx, where it is to be stored.
 template <int kCount>
-__device__ void second_half(X* dx, bool store, int k, const XVector& x_packed, const DyVector& dy_packed,
+__device__ void second_half(X* dx, Held store, int k, const XVector& x_packed, const DyVector& dy_packed,
                             const Weights<kCount>& weights, const RowStatistics& row, const RowCoefficients& coefficients) {
     Compute x[kVector], dy[kVector];
     const Compute(&w)[kVector] = weights.own[k];
@@ -389,5 +417,5 @@ __device__ void second_half(X* dx, bool store, int k, const XVector& x_packed, c
     for (int v = 0; v < kVector; ++v) x[v] = coefficients.dx(dy[v], w[v], x[v], row);
     XVector packed;
     packed.pack(x);
-    if (store) packed.store_streaming(dx);
+    store_held<true>(packed, dx, store);
 }

@@ -21,7 +21,8 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
     const int groups = a.groups;
     const int group = threadIdx.x / a.group_threads;
     const Columns own(threadIdx.x % a.group_threads, a.group_threads, a.columns);
-    ColumnSums column_sums(shared, threadIdx.x, blockDim.x);
+    const PairsHeld held(own);
+    ColumnSums column_sums(shared, threadIdx.x, blockDim.x, own);
     Weights<> w;
     w.load(a.w, a.w_code, own);
 
@@ -38,10 +39,9 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
         const Dy* const dy = a.dy + row * a.dy_row_stride;
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
-            if (at.holds(k)) {
-                to.x[k].load_streaming(x + at.at(k));
-                to.dy[k].load_streaming(dy + at.at(k));
-            }
+            const Held own_of = held.of(k, at.holds(k));
+            load_held(to.x[k], x + at.at(k), own_of);
+            load_held(to.dy[k], dy + at.at(k), own_of);
         }
         to.statistics.load(a, row);
     };
@@ -59,15 +59,15 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
     for (int64 first_row = int64(blockIdx.x) * groups; first_row < a.rows; first_row += step) {
         const int64 row = first_row + group;
         if constexpr (kLoadAhead) load(next, row + step);
-        Sums<Compute> of_quarters[kVectors / kQuarter] = {};
+        Sums<Compute> chains[kChains] = {};
         if (row < a.rows) {
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
-                first_half<true, true>(of_quarters[k / kQuarter], &column_sums, k, current.x[k], current.dy[k], w,
+                first_half<true, true>(&chains[k / kQuarter], &column_sums, k, current.x[k], current.dy[k], w,
                                        current.statistics);
             }
         }
-        Sums<Compute> sums = sum_quarters(of_quarters);
+        Sums<Compute> sums = sum_chains<kLayerNorm>(chains, own);
         if (a.dx) {
             group_sum.all<kLayerNorm>(sums, a.group_threads, buffer);
             const RowCoefficients coefficients(sums, reciprocal_columns, current.statistics);
@@ -75,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
             X* const dx = a.dx + row * a.dx_row_stride;
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
-                second_half(dx + at.at(k), row < a.rows && at.holds(k), k, current.x[k], current.dy[k], w,
-                            current.statistics, coefficients);
+                const Held store = row < a.rows ? held.of(k, at.holds(k)) : Held(0);
+                second_half(dx + at.at(k), store, k, current.x[k], current.dy[k], w, current.statistics, coefficients);
             }
         }
         if (row < a.rows) column_sums.row_done(a.group_threads);

@@ -190,7 +190,7 @@ template <bool kWholeThreads> __device__ void write_rows(const FewRowsArguments&
     Sums<Compute> sums[kWholeThreads ? 1 : kHeld] = {};
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-        first_half<true, false>(sums[kWholeThreads ? 0 : i], nullptr, i, x[i], dy[i], w, row);
+        first_half<true, false>(&sums[kWholeThreads ? 0 : i], nullptr, i, x[i], dy[i], w, row);
     }
     const RowCoefficients coefficients(sum_row<kWholeThreads>(all, sums, a), a.reciprocal_columns, row);
     X* const dx = a.dx + int64(own.row) * a.dx_row_stride;

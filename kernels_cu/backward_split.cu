@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_sums(co
                 DyVector dy;
                 x.load(a.x + row * a.x_row_stride + slab.first_column + own.at(k));
                 dy.load(a.dy + row * a.dy_row_stride + slab.first_column + own.at(k));
-                first_half<true, false>(sums, nullptr, k, x, dy, w, statistics);
+                first_half<true, false>(&sums, nullptr, k, x, dy, w, statistics);
             }
         }
         sum_over_lanes<kLayerNorm, 32>(sums);
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
     if (a.meeting) a.meeting->start();
     const Slab slab(a);
     const Columns own(threadIdx.x, kThreads, slab.columns);
-    ColumnSums column_sums(shared, threadIdx.x, kThreads);
+    ColumnSums column_sums(shared, threadIdx.x, kThreads, own);
     Weights<> w;
     w.load(column_address(a.w, a.w_code, slab.first_column), a.w_code, own);
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             if (own.holds(k)) {
-                first_half<false, true>(sums, &column_sums, k, x[k], dy[k], w, statistics);
+                first_half<false, true>(&sums, &column_sums, k, x[k], dy[k], w, statistics);
                 if (a.dx) second_half(dx + own.at(k), true, k, x[k], dy[k], w, statistics, coefficients);
             }
         }

@@ -60,9 +60,10 @@ struct StagedRow {
     const Dy* dy;
     int first;  // a column that is there
 
-    // Calls work(k, x, dy, whether they are the thread's) for each of a thread's vectors.
+    // Calls work(k, x, dy, whether they are the thread's) for each of a thread's vectors; of an odd row what is not a column is
+    // read, too, and PairsHeld says what is.
     template <class Work> __device__ void for_each_vector(const Columns& at, Work work) const {
-        if constexpr (kReadsAll) {
+        if constexpr (kReadsAll || kOddRows) {
             for_each(work, [&](int k) { return at.at(k); }, [&](int k) { return k >= at.skipped; });
         } else {
             for_each(work, [&](int k) { return at.readable(k, first); }, [&](int k) { return at.holds(k); });
@@ -187,7 +188,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     if (kSumsColumns && a.meeting) a.meeting->start();
     wait_for_barriers();
 
-    const Columns own(share.thread, a.group_threads, share.columns, turn_of_row(a.turn, a.group_threads));
+    const Columns own(share.thread, a.group_threads, share.columns, turn_of_row(a.turn, a.group_threads),
+                      shift_of_row(a.x + first_row * a.x_row_stride));
+    const PairsHeld held(own);
     Weights<> w;
     w_ahead.wait();
     w.load(w_ahead.source, a.w_code, own);
@@ -198,10 +201,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
 
     X* dx = a.dx + first_row * a.dx_row_stride + share.first_column + own.first;
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
-    ColumnSums column_sums(shared, threadIdx.x, blockDim.x, own.turn);
-    const auto publish = [&](Columns at) {
-        at.turn = 0;  // the sums are in the columns' order again
-        return publish_columns(a, column_sums, share.walker, share.first_column, at, a.group_threads);
+    ColumnSums column_sums(shared, threadIdx.x, blockDim.x, own);
+    const auto publish = [&](const Columns& at) {  // the sums are in the columns' order again
+        return publish_columns(a, column_sums, share.walker, share.first_column, at.in_order(), a.group_threads);
     };
     const auto staged_row = [&](const RingPlace& place, int j) {
         const char* const at = ring.place(place.stage);
@@ -221,7 +223,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         const RowCoefficients coefficients(exchange.collect(j, before.posted, asked), reciprocal_columns, before.row);
         if ((!kSumsColumns || a.dx) && before.active) {
             staged_row(before.place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool holds) {
-                second_half(dx + at.offset(k), holds, k, x, dy, w, before.row, coefficients);
+                second_half(dx + at.offset(k), held.of(k, holds), k, x, dy, w, before.row, coefficients);
             });
         }
         dx += walk.step * a.dx_row_stride;
@@ -238,13 +240,15 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         if (kHoldsBack || j < walk.end) {
             now.row = statistics.of(a, first_row, walk.step, j);
             now.active = ring.wait(now.place) && j < own_count;
-            Sums<Compute> of_quarters[kVectors / kQuarter] = {};
+            Sums<Compute> chains[kChains] = {};
             if (now.active) {
-                staged_row(now.place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool) {
-                    first_half<true, kSumsColumns>(of_quarters[k / kQuarter], &column_sums, k, x, dy, w, now.row);
+                staged_row(now.place, j).for_each_vector(at, [&](int k, XVector x, DyVector dy, bool holds) {
+                    keep_held(x, held.of(k, holds));
+                    keep_held(dy, held.of(k, holds));
+                    first_half<true, kSumsColumns>(&chains[k / kQuarter], &column_sums, k, x, dy, w, now.row);
                 });
             }
-            const Sums<Compute> partial = sum_quarters(of_quarters);
+            const Sums<Compute> partial = sum_chains<kLayerNorm>(chains, at);
             if constexpr (kGang) exchange.settle(j - kBehind, asked);
             now.posted = exchange.post(partial, j, share.thread);
         } else if constexpr (kSumsColumns && kPublishesInLoop) {

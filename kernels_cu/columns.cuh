@@ -29,7 +29,7 @@ constexpr bool kManyColumns = kColumnsPerThread * int(sizeof(Compute)) > 160;
 #endif
 
 // Off 16 bytes, of whole warps: a question for each access, whether it is there, would cost as much as the work on it.
-constexpr bool kReadsAll = !VECTOR && kWholeWarps && !SHORT_ROWS;
+constexpr bool kReadsAll = !VECTOR && kWholeWarps && !SHORT_ROWS && !kOddRows;
 
 // Single columns of rows of which a warp has several, one behind the other in shared memory. If these begin in the same banks, as
 // four of N=129 do, 258 bytes apart, they are turned: a row's lanes begin some quarters of their columns later than those of the row
@@ -42,15 +42,29 @@ constexpr bool kTurns = TURN_ROWS;
 static_assert(!kTurns || (kVector == 1 && !kWholeWarps && kColumnsPerThread % 4 == 0), "a thread's columns make four quarters");
 constexpr int kQuarter = kTurns ? kVectors / 4 : kVectors;
 
+// Of an odd row all of a thread's pairs are columns of the row but, perhaps, in the first pair and in the last two: config/odd.py
+// chooses so many columns a thread. Which, PairsHeld says.
+constexpr int kLastPairs = 2;
+static_assert(!kOddRows || (kVector == 2 && kVectors > kLastPairs && CLUSTER == 1 && !GANG && !kTurns), "pairs of whole rows");
+
+// What is summed over a thread's columns: in chains, one after the other each, for turned rows of a quarter each, for odd rows one
+// of each pair's first columns and one of their second.
+constexpr int kChains = kOddRows ? 2 : kVectors / kQuarter;
+
 // Columns of w and b are loaded so many at a time: off 16 bytes one by one, wherever they start.
 constexpr int kLoaded = VECTOR ? kVector : 1;
 template <class C, int K> __device__ C (&as_loaded(C (&values)[K][kVector]))[K * kVector / kLoaded][kLoaded] {
     return reinterpret_cast<C(&)[K * kVector / kLoaded][kLoaded]>(values);
 }
+// Whether a thread has a column of a vector.
+template <class At> __device__ bool holds_column(const At& own, int vector, int v) {
+    if constexpr (kOddRows) return unsigned(own.at(vector) + v) < unsigned(own.count);
+    else return own.holds(vector);
+}
 // Where load i of a thread's begins, -1 where it has no such column. Of Columns, or what else has holds() and at().
 template <class At> __device__ int loaded_column(const At& own, int i) {
-    const int vector = i * kLoaded / kVector;
-    return own.holds(vector) ? own.at(vector) + i * kLoaded % kVector : -1;
+    const int vector = i * kLoaded / kVector, v = i * kLoaded % kVector;
+    return holds_column(own, vector, v) ? own.at(vector) + v : -1;
 }
 
 // One thread's columns: `kVectors` vectors. A warp's columns follow one another, and it reads consecutive memory. Where the
@@ -61,12 +75,14 @@ struct Columns {
     int begin;    // of the columns that the lanes hold together
     int skipped;  // of the thread's vectors, those before them
     int turn;     // kTurns: quarters
+    int shift;    // kShifts: of one column, where the row starts at an odd element: first is then -1, 1, 3, …
 
-    __device__ Columns(int thread, int threads, int columns, int turn = 0)
-        : count(columns), lanes(kWholeWarps ? 32 : minimum(threads, 32)), skipped(0), turn(turn) {
+    __device__ Columns(int thread, int threads, int columns, int turn = 0, int shift = 0)
+        : count(columns), lanes(kWholeWarps ? 32 : minimum(threads, 32)), skipped(0), turn(turn), shift(shift) {
         const int span = lanes * kColumnsPerThread;
         begin = (thread >> log2_of(lanes)) * span;
         first = (thread & (lanes - 1)) * kVector + (kReadsAll && columns >= span ? minimum(begin, columns - span) : begin);
+        if constexpr (kShifts) first -= shift;
         if constexpr (kReadsAll) skipped = (begin - first + 32 * kVector - 1) / (32 * kVector);
     }
     // From one vector to the next: known when compiled, where a row takes whole warps.
@@ -78,6 +94,13 @@ struct Columns {
     }
     __device__ int at(int vector) const { return first + offset(vector); }
     __device__ bool holds(int vector) const { return at(vector) < count && vector >= skipped; }
+    // The same, neither turned nor shifted.
+    __device__ Columns in_order() const {
+        Columns copy = *this;
+        copy.turn = copy.shift = 0;
+        if constexpr (kShifts) copy.first += shift;
+        return copy;
+    }
     // The same, but found anew where it is used: kept over the rows, the places of all of a thread's single columns, or of
     // many, would fill its registers.
     __device__ Columns found_anew() const {
@@ -94,14 +117,46 @@ __device__ inline int turn_of_row(int quarters, int lanes) {
     return kTurns ? ((threadIdx.x & 31) >> log2_of(lanes)) * quarters & 3 : 0;
 }
 
-// The sums of a thread's quarters: an order that no turn changes.
-template <class S, int kCount> __device__ S sum_quarters(const S (&sums)[kCount]) {
+// Whether a row's pairs begin one element before it.
+template <class T> __device__ int shift_of_row(const T* row) {
+    return kShifts ? unsigned(reinterpret_cast<unsigned long long>(row)) / sizeof(T) & 1 : 0;
+}
+
+// Which halves of an odd row's pair `vector` are columns that the thread has.
+struct PairsHeld {
+    unsigned first, last[kLastPairs];
+
+    __device__ explicit PairsHeld(const Columns& own) : first(~0u), last{~0u, ~0u} {
+        if constexpr (kOddRows) {
+            const auto held = [&](int vector) {
+                return (holds_column(own, vector, 0) ? 0xffffu : 0u) | (holds_column(own, vector, 1) ? 0xffff0000u : 0u);
+            };
+            if constexpr (kShifts) first = held(0);
+#pragma unroll
+            for (int i = 0; i < kLastPairs; ++i) last[i] = held(kVectors - kLastPairs + i);
+            asm volatile("" : "+r"(first), "+r"(last[0]), "+r"(last[1]));  // found here, once
+        }
+    }
+    __device__ unsigned of(int vector) const {
+        const int i = vector - (kVectors - kLastPairs);
+        return i >= 0 ? last[i] : kShifts && vector == 0 ? first : ~0u;
+    }
+    // Of any row, where `holds` says whether the thread has the vector.
+    __device__ Held of(int vector, bool holds) const { return kOddRows ? Held(of(vector)) : Held(holds); }
+};
+
+// The sum of a thread's chains: an order that no turn changes, and no shift. Of a row that is shifted the first columns of pairs
+// are the second ones of the pairs before: those of the next lane, which the last finds in the first.
+template <bool kBoth, class S, int kCount> __device__ S sum_chains(const S (&sums)[kCount], const Columns& own) {
     S sum = sums[0];
     if constexpr (kCount == 4) {
         S other = sums[1];
         sum.add(sums[2]);
         other.add(sums[3]);
         sum.add(other);
+    } else if constexpr (kOddRows) {
+        if constexpr (kShifts) sum.template take_from_lane<kBoth>(threadIdx.x + own.shift, own.lanes);
+        sum.add(sums[1]);
     }
     return sum;
 }

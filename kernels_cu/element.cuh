@@ -132,6 +132,16 @@ __device__ inline float64 fused(float64 a, float64 b, float64 c) { return __fma_
 #define NARROW_VECTOR 1
 #endif
 
+// Rows of 16 bits, a warp or less each, of an odd number of columns, which may start at any element: a thread's columns come in
+// pairs (struct OddPair; columns.cuh). A row has the same bits in both.
+//   1: pairs are words of memory as they lie, so that those of a row which starts at an odd element begin one before it (kShifts);
+//      x, dy and dx of a row start at the same half of a word, and so do all rows of a group
+//   2: element by element, wherever rows start
+#ifndef ODD_ROWS
+#define ODD_ROWS 0
+#endif
+constexpr bool kOddRows = ODD_ROWS > 0, kShifts = ODD_ROWS == 1;
+
 template <int kBytes> struct WordOf { using type = uint4; };
 template <> struct WordOf<8> { using type = uint2; };
 template <> struct WordOf<4> { using type = unsigned; };
@@ -217,6 +227,53 @@ template <class T> struct Packed<T, 1> {
     template <class C> __device__ void unpack(C (&values)[1]) const { values[0] = widen<C>(element); }
     template <class C> __device__ void pack(const C (&values)[1]) { element = Narrow<T>::from(values[0]); }
 };
+
+// A pair of columns of an odd row.
+template <class T> struct OddPair : Packed<T, 2> {
+    using Packed<T, 2>::words;
+
+    __device__ void load(const T* source) {
+        if constexpr (kShifts) words[0] = *reinterpret_cast<const unsigned*>(source);
+        else words[0] = source[0].bits | unsigned(source[1].bits) << 16;
+    }
+};
+
+// A thread's vector of a row, and what it holds of it: all or nothing, but of an odd row's pair these halves (0xffff, 0xffff0000).
+template <class T, int V, bool kOdd> struct RowVectorOf {
+    using Vector = Packed<T, V>;
+    using Held = bool;
+};
+template <class T> struct RowVectorOf<T, 2, true> {
+    using Vector = OddPair<T>;
+    using Held = unsigned;
+};
+template <class T, int V> using RowVector = typename RowVectorOf<T, V, kOddRows>::Vector;
+using Held = RowVectorOf<unsigned short, 2, kOddRows>::Held;
+
+// What is not held is not read.
+template <class T, int V> __device__ void load_held(Packed<T, V>& vector, const T* source, bool held) {
+    if (held) vector.load_streaming(source);
+}
+template <class T> __device__ void load_held(OddPair<T>& pair, const T* source, unsigned held) {
+    pair.words[0] = (held & 0xffffu ? source[0].bits : 0u) | (held >> 16 ? unsigned(source[1].bits) << 16 : 0u);
+}
+// Zeros in place of what is not held; of vectors whoever works on them sees to it.
+template <class T, int V> __device__ void keep_held(Packed<T, V>&, bool) {}
+template <class T> __device__ void keep_held(OddPair<T>& pair, unsigned held) { pair.words[0] &= held; }
+
+template <bool kStreaming, class T, int V> __device__ void store_held(const Packed<T, V>& vector, T* target, bool held) {
+    if (!held) return;
+    if constexpr (kStreaming) vector.store_streaming(target);
+    else vector.store(target);
+}
+template <bool kStreaming, class T> __device__ void store_held(const OddPair<T>& pair, T* target, unsigned held) {
+    if (kShifts && held == ~0u) {
+        store_held<kStreaming, T, 2>(pair, target, true);
+    } else {
+        if (held & 0xffffu) target[0] = {(unsigned short)(pair.words[0] & 0xffffu)};
+        if (held >> 16) target[1] = {(unsigned short)(pair.words[0] >> 16)};
+    }
+}
 
 // Loads into registers that hold values already: where this stands under a condition, nothing waits for it before they are
 // read. What is assigned under a condition the compiler loads into other registers, and waits for there, to move it.

@@ -12,10 +12,12 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
     const int groups = a.groups;
     const int group = threadIdx.x / a.group_threads, thread = threadIdx.x % a.group_threads;
     const auto column_of = [&](int k) { return (k * a.group_threads + thread) * kVector; };
+    const Columns own(thread, a.group_threads, a.columns);  // of rows of a warp or less
+    const PairsHeld held(own);
 
     const auto own_column = [&](int i) {  // of load i of w or b
-        const int column = column_of(i * kLoaded / kVector);
-        return column < a.columns ? column + i * kLoaded % kVector : -1;
+        const int first = column_of(i * kLoaded / kVector), column = first + i * kLoaded % kVector;
+        return (kOddRows ? column : first) < a.columns ? column : -1;
     };
     Compute w[kVectors][kVector], b[kVectors][kVector];
     fill_columns(w, Compute(1));
@@ -29,7 +31,8 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
     const auto load = [&](int64 row) {
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
-            if (row < a.rows && column_of(k) < a.columns) next[k].load_streaming(a.x + row * a.x_row_stride + column_of(k));
+            const Held own_of = row < a.rows ? held.of(k, column_of(k) < a.columns) : Held(0);
+            load_held(next[k], a.x + row * a.x_row_stride + column_of(k), own_of);
         }
     };
     load(int64(blockIdx.x) * groups + group);
@@ -53,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
 #pragma unroll
                 for (int v = 0; v < kVector; ++v) sum.of(k, v) += x[k][v];
             }
-            Sums<Compute> sums = sum.sums();
+            Sums<Compute> sums = sum.sums(own);
             group_sum.all<false>(sums, a.group_threads, buffer);
             mean = mean_of(sums.first, reciprocal_columns);
         }
@@ -63,12 +66,13 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
             if (column_of(k) < a.columns) {
 #pragma unroll
                 for (int v = 0; v < kVector; ++v) {
+                    if (kOddRows && column_of(k) + v >= a.columns) continue;
                     x[k][v] -= mean;
                     squares.of(k, v) += x[k][v] * x[k][v];
                 }
             }
         }
-        Sums<Compute> sums = squares.sums();
+        Sums<Compute> sums = squares.sums(own);
         group_sum.all<false>(sums, a.group_threads, buffer);
         const Compute rstd = root.reciprocal(sums.first * reciprocal_columns);
 
@@ -80,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
                     for (int v = 0; v < kVector; ++v) x[k][v] = x[k][v] * rstd * w[k][v] + b[k][v];
                     Vector packed;
                     packed.pack(x[k]);
-                    packed.store_streaming(a.y + row * a.y_row_stride + column_of(k));
+                    store_held<true>(packed, a.y + row * a.y_row_stride + column_of(k), held.of(k, true));
                 }
             }
             if (thread == 0) {
@@ -91,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
     }
 }
 
+#if NARROW_VECTOR == 1 && !ODD_ROWS  // longer rows have single elements, or vectors
 // A long sum, compensated: its error stays that of a short one (Kahan, 1965).
 struct LongSum {
     Compute sum = Compute(0), lost = Compute(0);
@@ -171,3 +176,4 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_swept(const
         }
     }
 }
+#endif

@@ -21,7 +21,7 @@ using X = X_TYPE;
 using Compute = typename ComputeOf<X>::type;
 
 constexpr int kColumnsPerThread = COLUMNS_PER_THREAD;
-constexpr int kVector = VECTOR ? 16 / int(sizeof(X)) : NARROW_VECTOR;
+constexpr int kVector = VECTOR ? 16 / int(sizeof(X)) : kOddRows ? 2 : NARROW_VECTOR;
 constexpr int kVectors = kColumnsPerThread / kVector;
 static_assert(kVectors * kVector == kColumnsPerThread, "the vectors cover a thread's columns exactly");
 
@@ -50,17 +50,21 @@ struct ForwardArguments {
 };
 static_assert(sizeof(ForwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 
-using Vector = Packed<X, kVector>;
+using Vector = RowVector<X, kVector>;
 
-// The sum of a thread's columns, in several chains: one would wait for itself.
+// The sum of a thread's columns, in several chains: one would wait for itself. Of an odd row as sum_chains() has them.
 struct ThreadSum {
-    static constexpr int kChains = kVector > 1 ? 4 : 2;
-    Compute chains[kChains] = {};
+    static constexpr int kCount = kVector > 1 && !kOddRows ? 4 : 2;
+    Compute chains[kCount] = {};
 
-    __device__ Compute& of(int k, int v) { return chains[(k * kVector + v) % kChains]; }
-    __device__ Sums<Compute> sums() const {
+    __device__ Compute& of(int k, int v) { return chains[(k * kVector + v) % kCount]; }
+    __device__ Sums<Compute> sums(const Columns& own) const {
+        if constexpr (kOddRows) {
+            const Sums<Compute> both[2] = {{chains[0], Compute(0)}, {chains[1], Compute(0)}};
+            return sum_chains<false>(both, own);
+        }
         Compute sum = chains[0] + chains[1];
-        if constexpr (kChains == 4) sum += chains[2] + chains[3];
+        if constexpr (kCount == 4) sum += chains[2] + chains[3];
         return {sum, Compute(0)};
     }
 };

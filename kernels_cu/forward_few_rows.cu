@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsAtOnce, 1) forward_few_rows
 
     const BlockExchange exchange(of_warps, a.group_threads);
     const RowMoments<BlockExchange> moments(a, own, exchange);
-    const Sums<Compute> posted = moments.of_warp(x, own);
+    const Sums<Compute> posted = moments.of_warp(x, own, PairsHeld(own));
     exchange.post_warp(posted);
     if (w_is_packed) unpack_columns<X>(w);
     if (b_is_packed) unpack_columns<X>(b);

@@ -12,9 +12,10 @@
 // A vector of a thread's x, until y is written: as it came; single columns widened, which takes less registers.
 template <bool kWhole> struct KeptVector {
     Vector packed;
-    __device__ void load(const X* source, bool holds) {
+    __device__ void load(const X* source, Held held) {  // of an odd row what is not held is read, too
         packed = {};
-        if (holds) packed.load(source);
+        if (kOddRows || held) packed.load(source);
+        keep_held(packed, held);
     }
     __device__ void unpack(Compute (&x)[kVector]) const {
         packed.unpack(x);
@@ -65,7 +66,8 @@ template <class Exchange> struct RowMoments {
         }
     }
 
-    __device__ Sums<Compute> of_warp(const Kept (&row)[kVectors], const Columns& at) const {
+    // `held` is of an odd row.
+    __device__ Sums<Compute> of_warp(const Kept (&row)[kVectors], const Columns& at, const PairsHeld& held) const {
         Compute x[kVector], mean = Compute(0);
         if constexpr (kLayerNorm) {
             ThreadSum sum;
@@ -75,20 +77,21 @@ template <class Exchange> struct RowMoments {
 #pragma unroll
                 for (int v = 0; v < kVector; ++v) sum.of(k, v) += x[v];
             }
-            mean = mean_of(in_warp(sum), reciprocal_warp_columns);
+            mean = mean_of(in_warp(sum, at), reciprocal_warp_columns);
         }
         ThreadSum squares;
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             row[k].unpack(x);
-            const Compute centre = at.holds(k) ? mean : Compute(0);
+            const Held of_vector = held.of(k, at.holds(k));
 #pragma unroll
             for (int v = 0; v < kVector; ++v) {
+                const Compute centre = (kOddRows ? of_vector >> 16 * v & 1 : of_vector) ? mean : Compute(0);
                 const Compute distance = kLayerNorm ? x[v] - centre : x[v];
                 squares.of(k, v) += distance * distance;
             }
         }
-        return {in_warp(squares), mean};
+        return {in_warp(squares, at), mean};
     }
 
     __device__ RowStatistics of_row(int j, const Sums<Compute>& posted) const {
@@ -120,8 +123,8 @@ template <class Exchange> struct RowMoments {
     }
 
 private:
-    __device__ Compute in_warp(const ThreadSum& sum) const {
-        Sums<Compute> sums = sum.sums();
+    __device__ Compute in_warp(const ThreadSum& sum, const Columns& at) const {
+        Sums<Compute> sums = sum.sums(at);
         exchange.sum_in_warp(sums);
         return sums.first;
     }

@@ -186,7 +186,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const PaceOf<PACED> pace(a, a.counters, pace_state, walk, share);
     if (!b_first) announce_barriers();
 
-    const Columns own(share.thread, a.group_threads, share.columns);
+    const Columns own(share.thread, a.group_threads, share.columns, 0,
+                      shift_of_row(a.x + (walk.first + share.group) * a.x_row_stride));
+    const PairsHeld held(own);
     Compute w[kVectors][kVector];
     fill_columns(w, Compute(1));
     const Bias bias(column_address(a.b, a.b_code, share.first_column), a.b_code, own, shared);
@@ -222,8 +224,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             ring.wait(place);
             const X* const x_row = x_part.in(ring.place(place.stage), share, walk.row(j));
 #pragma unroll
-            for (int k = 0; k < kVectors; ++k) kept[k].load(x_row + at.at(k), at.holds(k));
-            posted = moments.of_warp(kept, at);
+            for (int k = 0; k < kVectors; ++k) kept[k].load(x_row + at.at(k), held.of(k, at.holds(k)));
+            posted = moments.of_warp(kept, at, held);
             exchange.post_warp(posted, j, share.thread);
             ring.fill_again(place, walk, j, pace, x_part);
             place.advance(a.stages);
@@ -236,7 +238,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                 Compute b[kVector];
                 bias.get(k, b);
                 const Vector packed = normalized(kept_before[k], statistics, w[k], b);
-                if (active && at.holds(k)) packed.store(y + k * own.step());
+                store_held<false>(packed, y + k * own.step(), active ? held.of(k, at.holds(k)) : Held(0));
             }
             if (active && share.thread == 0 && share.rank == 0) {
                 a.rstd[row] = statistics.rstd;

@@ -8,6 +8,11 @@ template <class C> struct alignas(2 * sizeof(C)) Sums {
         first += other.first;
         second += other.second;
     }
+    // Of a group of so many neighbouring lanes, beyond whose last the first follows.
+    template <bool kBoth> __device__ void take_from_lane(int lane, int lanes) {
+        first = __shfl_sync(0xffffffffu, first, lane, lanes);
+        if constexpr (kBoth) second = __shfl_sync(0xffffffffu, second, lane, lanes);
+    }
 };
 
 // Butterfly over `lanes` (a power of two, at most 32) neighbours: every lane gets the same bits, because each step adds

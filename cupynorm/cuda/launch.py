@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -33,11 +34,13 @@ _current_stream = cupy.cuda.get_current_stream
 class Backward:
     """A backward problem on the current device, ready to run on any addresses.
 
-    `offset` has the bits in which the addresses of x, w, dy and dx differ from multiples of 16, `sums_offset` those of
-    dw and db.
+    How far behind multiples of 16 the addresses lie is known: `offsets` of x, dy and dx, `w_offsets` of w,
+    `sums_offsets` of dw and db.
     """
 
-    def __init__(self, problem: NormProblem, offset: int, sums_offset: int) -> None:
+    def __init__(
+        self, problem: NormProblem, offsets: Sequence[int], w_offsets: Sequence[int], sums_offsets: Sequence[int]
+    ) -> None:
         self.problem = problem
         self._has_work = problem.rows > 0 and (problem.want_dx or problem.want_dw or problem.want_db)
         if not self._has_work:
@@ -45,13 +48,15 @@ class Backward:
         self._widen_w, w_dtype = _widening(problem)
         self._widened_bytes = problem.columns * problem.compute_dtype.itemsize if self._widen_w else 0
         device_id = cupy.cuda.runtime.getDevice()
-        configure = functools.partial(choose.backward_config, problem, _alignment(problem, offset))
+        alignment, alike = _alignment(problem, offsets, w_offsets), _alike(problem, offsets)
+        configure = functools.partial(choose.backward_config, problem, alignment, alike=alike)
+        sums_aligned = not any(sums_offsets)
         config, main, device = _fitting(configure, _backward_main, device_of(device_id))
-        few = choose.few_rows_blocks(config, problem, sums_offset == 0, device)
+        few = choose.few_rows_blocks(config, problem, sums_aligned, device)
         if few:
             self._take_few_rows(few, _few_rows_launch(config, few), w_dtype)
         else:
-            self._walk(config, main, device, w_dtype, sums_offset)
+            self._walk(config, main, device, w_dtype, sums_aligned)
 
     def _take_few_rows(self, few: choose.FewRows, main: Launch, w_dtype: Any) -> None:
         problem = self.problem
@@ -79,7 +84,7 @@ class Backward:
         )
 
     def _walk(
-        self, config: choose.BackwardConfig, main: Launch, device: choose.Device, w_dtype: Any, sums_offset: int
+        self, config: choose.BackwardConfig, main: Launch, device: choose.Device, w_dtype: Any, sums_aligned: bool
     ) -> None:
         problem = self.problem
         split = config.route == "split"
@@ -94,7 +99,7 @@ class Backward:
         # kernel has no code for that, and holds a meeting of one.
         wants_sums = problem.want_dw or problem.want_db
         sums = wants_sums and not column_blocks
-        apart = sums and (sums_offset != 0 or problem.narrows_sums)
+        apart = sums and (not sums_aligned or problem.narrows_sums)
         reduces = sums and (walkers > 1 or (apart and config.route == "staged"))
         itemsize = problem.compute_dtype.itemsize
         partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize if reduces or apart else 0
@@ -192,15 +197,16 @@ class Backward:
 class Forward:
     """A forward problem on the current device, ready to run on any addresses.
 
-    `offset` has the bits in which the addresses of x, w, b and y differ from multiples of 16.
+    How far behind multiples of 16 the addresses lie is known: `offsets` of x and y, `w_offsets` of w and b.
     """
 
-    def __init__(self, problem: NormProblem, offset: int) -> None:
+    def __init__(self, problem: NormProblem, offsets: Sequence[int], w_offsets: Sequence[int]) -> None:
         self.problem = problem
         if not problem.rows:
             return
         device_id = cupy.cuda.runtime.getDevice()
-        configure = functools.partial(choose.forward_config, problem, _alignment(problem, offset))
+        alignment, alike = _alignment(problem, offsets, w_offsets), _alike(problem, offsets)
+        configure = functools.partial(choose.forward_config, problem, alignment, alike=alike)
         config, main, device = _fitting(configure, _forward_main, device_of(device_id))
         if few := choose.forward_few_rows(config, problem, device):
             self._launch = Launch(_kernel("forward_few_rows", few.definitions), few.threads).over(few.blocks)
@@ -424,14 +430,25 @@ def _walkers_at_once(main: Launch, device: choose.Device, cluster: int, gang_blo
     return choose.clusters_at_once(main.clusters_at_once, cluster, device)
 
 
-def _alignment(problem: NormProblem, offset: int) -> int:
-    """Every row of x, dy and the output, and w and b, start at multiples of so many bytes: of 16, or of a lower power
-    of two."""
+def _alignment(problem: NormProblem, offsets: Sequence[int], w_offsets: Sequence[int]) -> int:
+    """Every row of x, dy and the output starts at multiples of so many bytes, 16 or a lower power of two; not of 16
+    where w or b does not: of rows in vectors these are read in vectors, too."""
     x_itemsize = problem.x_dtype.itemsize
     dy_itemsize = problem.dy_dtype.itemsize if problem.dy_dtype is not None else 0
-    bits = offset | problem.x_row_stride * x_itemsize | problem.out_row_stride * x_itemsize
-    bits |= problem.dy_row_stride * dy_itemsize | 16
+    bits = problem.x_row_stride * x_itemsize | problem.out_row_stride * x_itemsize
+    bits |= problem.dy_row_stride * dy_itemsize | (8 if any(w_offsets) else 16)
+    bits = functools.reduce(operator.or_, offsets, bits)
     return bits & -bits
+
+
+def _alike(problem: NormProblem, offsets: Sequence[int]) -> bool:
+    """Rows of one number start at odd elements in all of these arrays, or in none; dx, the last, if it is wanted."""
+    itemsize = problem.x_dtype.itemsize
+    strides = problem.x_row_stride, problem.dy_row_stride, problem.out_row_stride
+    of_forward = problem.direction == "forward"
+    of_arrays = zip(offsets, (strides[0], strides[2]) if of_forward else strides, strict=True)
+    kinds = [(offset // itemsize % 2, problem.rows > 1 and stride % 2) for offset, stride in of_arrays]
+    return len(set(kinds if of_forward or problem.want_dx else kinds[:2])) == 1
 
 
 def _code(dtype: np.dtype[Any] | None) -> int:

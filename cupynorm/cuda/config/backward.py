@@ -12,16 +12,21 @@ from .common import (
     CLUSTERS,
     ITEMSIZE,
     LONG_LEAST_STEPS,
+    ODD_BY_ELEMENT,
+    ODD_SLACK_BYTES,
+    SINGLE,
     SMALL_BLOCK,
     STAGED_MAX_THREADS,
     STAGED_MOST_STAGES,
     STEP_COUNTERS,
     WARP,
+    Access,
     BackwardConfig,
     Choice,
     Device,
     Kind,
     PartLanes,
+    access_of,
     argument_bytes,
     columns_per_thread,
     compute_itemsize,
@@ -36,8 +41,7 @@ from .common import (
     is_short,
     kernels_sum_db,
     name_of,
-    narrow_definitions,
-    narrow_vector,
+    odd_access,
     of_choice,
     part_bytes,
     part_definitions,
@@ -169,23 +173,25 @@ BANKS = 32  # of shared memory, of four bytes
 WIDENING_ARGUMENTS = "2P2i"  # struct WideningArguments in widen_w.cu
 
 
-def backward_config(problem: NormProblem, alignment: int, device: Device) -> BackwardConfig:
+def backward_config(problem: NormProblem, alignment: int, device: Device, alike: bool = True) -> BackwardConfig:
     """Choose the backward kernels, where every row of x, dy and dx starts at a multiple of `alignment` bytes: of 16, or
-    of a lower power of two."""
+    of a lower power of two; `alike` is as for odd_access()."""
     x, dy = problem.x_dtype.name, name_of(problem.dy_dtype)
     vector = vector_width(x, dy) if alignment == 16 and problem.columns % vector_width(x, dy) == 0 else 1
-    narrow = narrow_vector(problem, vector > 1, alignment, device)
+    access = access_of(problem, vector > 1, alignment, device)
     definitions = backward_definitions(problem.norm, x, dy, kernels_sum_db(problem), vector > 1, reserved_of(problem))
     per_thread = columns_per_thread(x)
     outer_bytes = _column_sums_bytes(problem, per_thread)
 
-    if device.has_clusters and (staged := _staged(problem, vector > 1, narrow, definitions, device)):
+    if device.has_clusters and (staged := _staged(problem, vector > 1, access, definitions, device, alike)):
         sums = problem.want_dw or problem.want_db
         return staged if sums else staged._replace(definitions=for_dx_alone(staged.definitions, paced=True))
     if problem.columns <= WARP * per_thread:
         choice = staged_choice(x, dy, vector > 1, 1, device)
-        parts = part_of_warp_lanes(x, vector > 1, narrow, choice, device)
-        return _direct(problem, definitions, SMALL_BLOCK, *short_row(x, problem.columns, parts), narrow)
+        parts = part_of_warp_lanes(x, vector > 1, access, choice, device)
+        held = short_row(x, problem.columns, parts)
+        by_element = ODD_BY_ELEMENT if access.odd else access  # the order of a row's sums is one
+        return _direct(problem, definitions, SMALL_BLOCK, *held, by_element)
     threads = in_whole_warps(divide_up(problem.columns, per_thread))
     fits = outer_bytes * threads + STATIC_SHARED_BYTES <= device.shared_bytes
     if fits and threads <= DIRECT_MAX_THREADS[vector > 1][-1]:
@@ -203,13 +209,18 @@ def backward_config(problem: NormProblem, alignment: int, device: Device) -> Bac
 
 
 def _direct(
-    problem: NormProblem, definitions: tuple[str, ...], threads: int, per_thread: int, group: int, narrow: int = 1
+    problem: NormProblem,
+    definitions: tuple[str, ...],
+    threads: int,
+    per_thread: int,
+    group: int,
+    access: Access = SINGLE,
 ) -> BackwardConfig:
     part, vector = takes_part(problem.x_dtype.name, (per_thread, group)), "VECTOR=1" in definitions
-    turned = may_turn_rows(vector, narrow, (per_thread, group))
+    turned = may_turn_rows(vector, access, (per_thread, group))
     return BackwardConfig(
         route="direct",
-        definitions=(*definitions, *direct_definitions(per_thread, threads, vector, part, turned, narrow)),
+        definitions=(*definitions, *direct_definitions(per_thread, threads, vector, part, turned, access)),
         threads=threads,
         group_threads=group,
         slab_columns=problem.columns,
@@ -219,11 +230,11 @@ def _direct(
 
 
 def direct_definitions(
-    per_thread: int, threads: int, vector: bool, part: bool = False, turned: bool = False, narrow: int = 1
+    per_thread: int, threads: int, vector: bool, part: bool = False, turned: bool = False, access: Access = SINGLE
 ) -> tuple[str, ...]:
     max_threads = next(most for most in DIRECT_MAX_THREADS[vector] if threads <= most)
     of_block = f"COLUMNS_PER_THREAD={per_thread}", f"MAX_THREADS={max_threads}"
-    return *of_block, *part_definitions(part, turned), *narrow_definitions(narrow)
+    return *of_block, *part_definitions(part, turned), *access.definitions
 
 
 def _column_sums_bytes(problem: NormProblem, per_thread: int) -> int:
@@ -232,7 +243,7 @@ def _column_sums_bytes(problem: NormProblem, per_thread: int) -> int:
 
 
 def _staged(
-    problem: NormProblem, vector: bool, narrow: int, definitions: tuple[str, ...], device: Device
+    problem: NormProblem, vector: bool, access: Access, definitions: tuple[str, ...], device: Device, alike: bool
 ) -> BackwardConfig | None:
     """The smallest cluster whose blocks have room for a ring of enough rows, else a gang; None where there is neither.
 
@@ -255,14 +266,14 @@ def _staged(
         if gangs and _leaves_to_gangs(cluster, slab * ITEMSIZE[name], device):
             continue
         choice = staged_choice(name, dy_name, vector, cluster, device)
-        parts = part_of_warp_lanes(name, vector, narrow, choice, device)
+        parts = part_of_warp_lanes(name, vector, access, choice, device)
         held = short_row(name, slab, parts) if small else staged_threads(slab, choice)
         if held is None or _is_too_long(kind, slab, held, cluster, device):
             continue
         if may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, slab, held, name):
             held = STAGED_FILLING_COLUMNS, held[1]
-        paced = may_keep_pace(kind, narrow, held, cluster, full=slab == held[0] * held[1])
-        split = _Split(kind, *held, cluster, slab, several and cluster == 1, gaps, paced, narrow)
+        paced = may_keep_pace(kind, access, held, cluster, full=slab == held[0] * held[1])
+        split = _Split(kind, *held, cluster, slab, several and cluster == 1, gaps, paced, access, alike)
         if config := _staged_blocks(problem, split, definitions, device):
             return config
     return _gang(problem, definitions, device) if gangs and not small else None
@@ -327,7 +338,8 @@ class _Split(NamedTuple):
     several: bool  # rows in a block
     gaps: bool  # between these
     paced: bool  # in long launches
-    narrow: int  # elements of an access, where rows do not come in vectors
+    access: Access  # where rows do not come in vectors
+    alike: bool  # as for odd_access()
 
 
 def _staged_blocks(
@@ -355,7 +367,7 @@ def _staged_config(
     problem: NormProblem, split: _Split, definitions: tuple[str, ...], device: Device, largest: bool = False
 ) -> BackwardConfig | None:
     """Of what has room, the largest block that pays, or the `largest`, and then as many as there may be; else None."""
-    kind, per_thread, group, cluster, slab, several, gaps, paced, narrow = split
+    kind, per_thread, group, cluster, slab, several, gaps, paced, access, alike = split
     _, name, dy_name, _, vector = kind
 
     def most_threads(keeps_pace: bool) -> int:
@@ -380,7 +392,8 @@ def _staged_config(
         too_many = groups > 1 and threads > most_threads(keeps_pace)
         if (too_large or too_many) and (groups, blocks) != pairs[-1]:
             continue
-        room = device.shared_bytes // blocks - staged_static_bytes(name, cluster) - outer_bytes
+        slack = ODD_SLACK_BYTES if access.odd else 0
+        room = device.shared_bytes // blocks - staged_static_bytes(name, cluster) - outer_bytes - slack
         stages = min(room // step_bytes, STAGED_MOST_STAGES)
         if stages < STAGED_LEAST_STAGES:
             continue
@@ -388,9 +401,12 @@ def _staged_config(
         least = STAGED_LEAST_STAGES + _takes_a_stage_more(split, device)
         stages = min(stages, max(least, ring_bytes // (blocks * step_bytes)))
         part = takes_part(name, (per_thread, group))
-        short = not part and has_short_rows(name, vector, per_thread, problem.columns - (cluster - 1) * slab)
-        turned = part and may_turn_rows(vector, narrow, (per_thread, group))
-        staged = staged_definitions(per_thread, cluster, part, paced, short, gaps, turned=turned, narrow=narrow)
+        least_columns = problem.columns - (cluster - 1) * slab
+        short = not part and not access.odd and has_short_rows(name, vector, per_thread, least_columns)
+        turned = part and may_turn_rows(vector, access, (per_thread, group))
+        if access.odd:
+            access = odd_access(problem, groups, alike)
+        staged = staged_definitions(per_thread, cluster, part, paced, short, gaps, turned=turned, access=access)
         return BackwardConfig(
             route="staged",
             definitions=(*definitions, *staged),
@@ -401,7 +417,7 @@ def _staged_config(
             cluster=cluster,
             stages=stages,
             # At least so much that no more blocks fit.
-            shared_bytes=max(outer_bytes + step_bytes * stages, device.shared_bytes // (blocks + 1)),
+            shared_bytes=max(outer_bytes + step_bytes * stages + slack, device.shared_bytes // (blocks + 1)),
             lead=_lead(split, stages, blocks, step_bytes, device) if paced else 0,
             paced_steps=least_steps,
             step_counters=STEP_COUNTERS if blocks > MOST_BLOCKS_A_COUNTER[problem.norm] else 1,
@@ -409,10 +425,10 @@ def _staged_config(
     return None
 
 
-def may_turn_rows(vector: bool, narrow: int, held: tuple[int, int]) -> bool:
+def may_turn_rows(vector: bool, access: Access, held: tuple[int, int]) -> bool:
     """Whether kernels turn a warp's rows (TURN_ROWS); `held` is what short_row() chose."""
     per_thread, group = held
-    return not vector and narrow == 1 and group in TURNED_ROWS.get(per_thread, ())
+    return not vector and access == SINGLE and group in TURNED_ROWS.get(per_thread, ())
 
 
 def turn_of_rows(config: BackwardConfig, problem: NormProblem) -> int:
@@ -434,7 +450,7 @@ def turn_of_rows(config: BackwardConfig, problem: NormProblem) -> int:
     return min(range(4), key=lambda turn: sum(rows_of_a_bank(turn, *one) for one in of_both))
 
 
-def may_keep_pace(kind: Kind, narrow: int, held: tuple[int, int], cluster: int, full: bool) -> bool:
+def may_keep_pace(kind: Kind, access: Access, held: tuple[int, int], cluster: int, full: bool) -> bool:
     """Whether walkers keep pace in long launches; not where a row is shorter than a thread's columns.
 
     `held` is what short_row() or staged_threads() chose; `full` says that the lanes of every block, but perhaps the
@@ -446,7 +462,7 @@ def may_keep_pace(kind: Kind, narrow: int, held: tuple[int, int], cluster: int, 
     """
     norm, x, dy, sums_db, vector = kind
     per_thread, group = held
-    if narrow > 1:
+    if access != SINGLE:
         return has_whole_warps(x, held) and (norm == "rmsnorm" or per_thread >= PACED_NARROW_LEAST_COLUMNS)
     if not vector or (group == 1 and not full):
         return False
@@ -620,11 +636,11 @@ def _takes_a_stage_more(split: _Split, device: Device) -> bool:
     return timed and device.is_fast_9_0 and (norm == "layernorm" or split.group == STAGED_MAX_THREADS)
 
 
-def part_of_warp_lanes(x: str, vector: bool, narrow: int, choice: Choice, device: Device) -> PartLanes:
+def part_of_warp_lanes(x: str, vector: bool, access: Access, choice: Choice, device: Device) -> PartLanes:
     """Columns a thread, beside columns_per_thread(), of rows that take a part of a warp."""
-    of_16_bits = narrow > 1 and ITEMSIZE[x] == 2
+    of_16_bits = access != SINGLE and ITEMSIZE[x] == 2
     usual = STAGED_PART_OF_WARP_LANES[vector].get(ITEMSIZE[x], {})
-    return of_choice(NARROW_PART_OF_WARP_LANES[narrow] if of_16_bits else usual, choice, device)
+    return of_choice(NARROW_PART_OF_WARP_LANES[access.elements] if of_16_bits else usual, choice, device)
 
 
 def _block_threads(kind: Kind, per_thread: int, keeps_pace: bool) -> int:

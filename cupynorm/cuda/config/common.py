@@ -38,6 +38,11 @@ MOST_COPIED_GAPS_LONG = 1.1
 # N=300 326 → 254 us, forward 292 → 194); of float32 only where a warp or less holds a row (4098: 252 → 262).
 NARROW_VECTORS = {2: (4, 2), 4: (2,)}
 NARROW_LONG_ITEMSIZE = 2
+
+# Rows of an odd number of columns that a warp or less holds, of 16-bit types, in pairs of columns (ODD_ROWS of
+# element.cuh). All but the first and the last two of a thread's pairs are full, so not the shortest.
+ODD_ITEMSIZE, ODD_LEAST_COLUMNS, ODD_MOST_COLUMNS = 2, 33, 1280
+ODD_SLACK_BYTES = 256  # of shared memory behind the ring: so far beyond a row its lanes may read
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48  # of a walker
 
@@ -163,8 +168,24 @@ def columns_of(definitions: tuple[str, ...]) -> int:
     return int(number)
 
 
+class Access(NamedTuple):
+    """How a kernel reads and writes rows that do not come in vectors: NARROW_VECTOR and ODD_ROWS of element.cuh."""
+
+    elements: int = 1
+    odd: int = 0
+
+    @property
+    def definitions(self) -> tuple[str, ...]:
+        if self.odd:
+            return (f"ODD_ROWS={self.odd}",)
+        return (f"NARROW_VECTOR={self.elements}",) if self.elements > 1 else ()
+
+
+SINGLE, ODD_IN_WORDS, ODD_BY_ELEMENT = Access(), Access(2, odd=1), Access(2, odd=2)
+
+
 def narrow_of(definitions: tuple[str, ...]) -> int:
-    """Elements of an access of the kernel, if its rows do not come in vectors."""
+    """Elements of an access that all arrays allow, if rows do not come in vectors."""
     return next((n for n in (4, 2) if f"NARROW_VECTOR={n}" in definitions), 1)
 
 
@@ -187,24 +208,39 @@ def vector_width(*names: str) -> int:
     return 16 // min(ITEMSIZE[name] for name in names)
 
 
-def narrow_vector(problem: NormProblem, vector: bool, alignment: int, device: Device) -> int:
-    """NARROW_VECTOR of element.cuh, of devices with clusters, for rows that start at multiples of so many bytes."""
-    itemsize, dy = problem.x_dtype.itemsize, problem.dy_dtype
-    several = narrow_vectors(problem.x_dtype.name, None if dy is None else dy.name, vector)
-    fitting = (n for n in several if problem.columns % n == alignment % (n * itemsize) == 0)
-    narrow = next(fitting, 1)
-    held = is_short(problem) or has_long_rows(problem.x_dtype.name, narrow)
-    return narrow if held and device.has_clusters else 1
+def access_of(problem: NormProblem, vector: bool, alignment: int, device: Device) -> Access:
+    """For rows that start at multiples of so many bytes. Odd ones in words, unless odd_access() finds otherwise."""
+    x, itemsize, dy = problem.x_dtype.name, problem.x_dtype.itemsize, problem.dy_dtype
+    several = accesses(x, None if dy is None else dy.name, vector, device)
+    if problem.columns % 2:
+        few = ODD_LEAST_COLUMNS <= problem.columns <= ODD_MOST_COLUMNS
+        return ODD_IN_WORDS if few and ODD_IN_WORDS in several else SINGLE
+    even = (access for access in several if not access.odd)
+    fitting = (a for a in even if problem.columns % a.elements == alignment % (a.elements * itemsize) == 0)
+    access = next(fitting, SINGLE)
+    return access if is_short(problem) or has_long_rows(x, access) else SINGLE
 
 
-def has_long_rows(x: str, narrow: int) -> bool:
-    """Whether rows of more than a warp have accesses of so many elements."""
-    return narrow == 1 or ITEMSIZE[x] == NARROW_LONG_ITEMSIZE
+def odd_access(problem: NormProblem, groups: int, alike: bool) -> Access:
+    """Of odd rows, of which a block has so many. In words where those of one number start at the same half of a word in
+    all arrays (`alike`), and so do all rows of a group; else by element, which gives the same bits."""
+    strides = problem.x_row_stride, problem.dy_row_stride, problem.out_row_stride
+    stay = groups % 2 == 0 or problem.rows == 1 or not any(stride % 2 for stride in strides)
+    return ODD_IN_WORDS if alike and stay else ODD_BY_ELEMENT
 
 
-def narrow_vectors(x: str, dy: str | None, vector: bool) -> tuple[int, ...]:
-    """The most first; forward dy is None. None of two types, of which there are many, nor of rows in vectors."""
-    return () if vector or dy not in (None, x) else NARROW_VECTORS.get(ITEMSIZE[x], ())
+def has_long_rows(x: str, access: Access) -> bool:
+    """Whether rows of more than a warp may be accessed so."""
+    return access == SINGLE or ITEMSIZE[x] == NARROW_LONG_ITEMSIZE
+
+
+def accesses(x: str, dy: str | None, vector: bool, device: Device) -> tuple[Access, ...]:
+    """Of several elements, the most first; forward dy is None. None of two types, of which there are many, nor of rows
+    in vectors, nor where there are no clusters."""
+    if vector or dy not in (None, x) or not device.has_clusters:
+        return ()
+    odd = (ODD_IN_WORDS, ODD_BY_ELEMENT) if ITEMSIZE[x] == ODD_ITEMSIZE and device.has_large_shared_memory else ()
+    return *map(Access, NARROW_VECTORS.get(ITEMSIZE[x], ())), *odd
 
 
 def kernels_sum_db(problem: NormProblem) -> bool:
@@ -362,12 +398,12 @@ def staged_definitions(
     gaps: bool = False,
     draws: bool = False,
     turned: bool = False,
-    narrow: int = 1,
+    access: Access = SINGLE,
 ) -> tuple[str, ...]:
     switches = {"PACED=1": paced, "SHORT_ROWS=1": short, "ROW_GAPS=1": gaps, "DRAW_SHORT_ROWS=1": draws}
     others = (definition for definition, on in switches.items() if on)
     of_block = f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}"
-    return *of_block, *part_definitions(part, turned), *others, *narrow_definitions(narrow)
+    return *of_block, *part_definitions(part, turned), *others, *access.definitions
 
 
 def for_dx_alone(definitions: tuple[str, ...], paced: bool) -> tuple[str, ...]:
@@ -379,10 +415,6 @@ def for_dx_alone(definitions: tuple[str, ...], paced: bool) -> tuple[str, ...]:
 
 def part_definitions(part: bool, turned: bool = False) -> tuple[str, ...]:
     return ("PART_OF_WARP=1", *(("TURN_ROWS=1",) if turned else ())) if part else ()
-
-
-def narrow_definitions(narrow: int) -> tuple[str, ...]:
-    return (f"NARROW_VECTOR={narrow}",) if narrow > 1 else ()
 
 
 def reserved_definitions(

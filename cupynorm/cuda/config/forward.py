@@ -6,14 +6,19 @@ from ...problem import NormProblem
 from .common import (
     CLUSTERS,
     ITEMSIZE,
+    ODD_BY_ELEMENT,
+    ODD_SLACK_BYTES,
+    SINGLE,
     SMALL_BLOCK,
     STAGED_MAX_THREADS,
     STAGED_MOST_STAGES,
     WARP,
+    Access,
     Choice,
     Device,
     ForwardConfig,
     PartLanes,
+    access_of,
     argument_bytes,
     asked_for,
     columns_per_thread,
@@ -25,8 +30,7 @@ from .common import (
     have_gaps,
     in_whole_warps,
     is_short,
-    narrow_definitions,
-    narrow_vector,
+    odd_access,
     of_choice,
     part_bytes,
     part_definitions,
@@ -156,7 +160,7 @@ def _keeps_b_in_shared(norm: str, x: str, vector: bool, held: tuple[int, int], c
 
 
 def _forward_threads_at_once(
-    norm: str, x: str, vector: bool, narrow: int, held: tuple[int, int], b_in_shared: bool, device: Device
+    norm: str, x: str, vector: bool, access: Access, held: tuple[int, int], b_in_shared: bool, device: Device
 ) -> int:
     """kThreadsAtOnce of forward_staged.cu: threads on a multiprocessor that leave each the registers that it needs.
 
@@ -165,12 +169,12 @@ def _forward_threads_at_once(
     vectors (1 GB, 4098: 179.1 → 170.0).
     """
     per_thread, group = held
-    if vector or (narrow > 1 and norm == "rmsnorm" and ITEMSIZE[x] == 2):
+    if vector or (access != SINGLE and norm == "rmsnorm" and ITEMSIZE[x] == 2):
         bytes_of_column = (1 if b_in_shared else 2) * compute_itemsize(x) + 2 * ITEMSIZE[x]
         registers = per_thread * bytes_of_column // 4 + (78 if norm == "layernorm" else 62)
         return 512 if registers <= 128 else 384 if registers <= 170 else STAGED_MAX_THREADS
     usual_of_more_bytes = ITEMSIZE[x] > 2 and per_thread == columns_per_thread(x)
-    few_lanes = group < FORWARD_FEW_LANES and narrow == 1
+    few_lanes = group < FORWARD_FEW_LANES and access == SINGLE
     if ITEMSIZE[x] == 8 or usual_of_more_bytes or few_lanes or device.compute_capability >= (10, 0):
         return STAGED_MAX_THREADS
     more = norm == "layernorm" and ITEMSIZE[x] == 2 and not takes_part(x, held)
@@ -179,11 +183,11 @@ def _forward_threads_at_once(
     return 384 if per_thread <= (32 if more else 24) else STAGED_MAX_THREADS
 
 
-def forward_part_of_warp_lanes(x: str, vector: bool, narrow: int, choice: Choice, device: Device) -> PartLanes:
+def forward_part_of_warp_lanes(x: str, vector: bool, access: Access, choice: Choice, device: Device) -> PartLanes:
     """As part_of_warp_lanes() of backward.py."""
     usual = FORWARD_PART_OF_WARP_LANES[vector].get(ITEMSIZE[x], {})
-    of_16_bits = narrow > 1 and ITEMSIZE[x] == 2
-    return of_choice(FORWARD_NARROW_PART_OF_WARP_LANES[narrow] if of_16_bits else usual, choice, device)
+    of_16_bits = access != SINGLE and ITEMSIZE[x] == 2
+    return of_choice(FORWARD_NARROW_PART_OF_WARP_LANES[access.elements] if of_16_bits else usual, choice, device)
 
 
 def may_draw_short_rows(norm: str, x: str, vector: bool) -> bool:
@@ -260,20 +264,21 @@ def _forward_lead(norm: str, per_thread: int, cluster: int, device: Device) -> i
     return LEAD_FORWARD_MANY[slow][norm][cluster] if many else LEAD_FORWARD[slow]
 
 
-def forward_config(problem: NormProblem, alignment: int, device: Device) -> ForwardConfig:
-    """Choose the forward kernel; every row of x and y starts at a multiple of `alignment` bytes, as in the backward
-    pass."""
+def forward_config(problem: NormProblem, alignment: int, device: Device, alike: bool = True) -> ForwardConfig:
+    """Choose the forward kernel; every row of x and y starts at a multiple of `alignment` bytes; `alike`: both as
+    in the backward pass."""
     x = problem.x_dtype.name
     vector = vector_width(x) if alignment == 16 and problem.columns % vector_width(x) == 0 else 1
-    narrow = narrow_vector(problem, vector > 1, alignment, device)
+    access = access_of(problem, vector > 1, alignment, device)
     definitions = forward_definitions(problem.norm, x, vector > 1, reserved_of(problem))
-    if device.has_clusters and (staged := _forward_staged(problem, vector, narrow, definitions, device)):
+    if device.has_clusters and (staged := _forward_staged(problem, vector, access, definitions, device, alike)):
         return staged
     per_thread = columns_per_thread(x)
     if problem.columns <= WARP * per_thread:
         choice = forward_choice(problem.norm, x, vector > 1, 1, device)
-        held = short_row(x, problem.columns, forward_part_of_warp_lanes(x, vector > 1, narrow, choice, device))
-        definitions = (*definitions, *direct_forward_definitions(held[0], takes_part(x, held), narrow))
+        held = short_row(x, problem.columns, forward_part_of_warp_lanes(x, vector > 1, access, choice, device))
+        by_element = ODD_BY_ELEMENT if access.odd else access  # the order of a row's sums is one
+        definitions = (*definitions, *direct_forward_definitions(held[0], takes_part(x, held), by_element))
         return ForwardConfig("forward.cu", "forward_direct", definitions, SMALL_BLOCK, held[1])
     definitions = (*definitions, *direct_forward_definitions(per_thread))
     threads = in_whole_warps(divide_up(problem.columns, per_thread))
@@ -283,8 +288,8 @@ def forward_config(problem: NormProblem, alignment: int, device: Device) -> Forw
     return ForwardConfig("forward.cu", "forward_swept", definitions, max_threads, max_threads)
 
 
-def direct_forward_definitions(per_thread: int, part: bool = False, narrow: int = 1) -> tuple[str, ...]:
-    return f"COLUMNS_PER_THREAD={per_thread}", *part_definitions(part), *narrow_definitions(narrow)
+def direct_forward_definitions(per_thread: int, part: bool = False, access: Access = SINGLE) -> tuple[str, ...]:
+    return f"COLUMNS_PER_THREAD={per_thread}", *part_definitions(part), *access.definitions
 
 
 def forward_max_threads(vector: bool) -> int:
@@ -293,7 +298,7 @@ def forward_max_threads(vector: bool) -> int:
 
 
 def _forward_staged(
-    problem: NormProblem, vector: int, narrow: int, definitions: tuple[str, ...], device: Device
+    problem: NormProblem, vector: int, access: Access, definitions: tuple[str, ...], device: Device, alike: bool
 ) -> ForwardConfig | None:
     """The smallest cluster whose blocks have room for a ring; None where not even the largest has, or for large gaps.
 
@@ -310,13 +315,13 @@ def _forward_staged(
         if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
             continue
         choice = forward_choice(problem.norm, name, vector > 1, cluster, device)
-        parts = forward_part_of_warp_lanes(name, vector > 1, narrow, choice, device)
+        parts = forward_part_of_warp_lanes(name, vector > 1, access, choice, device)
         held = short_row(name, slab, parts) if small else staged_threads(slab, choice)
         if held is None:
             continue
         per_thread, group = held
         b_in_shared = _keeps_b_in_shared(problem.norm, name, vector > 1, held, cluster, device)
-        at_once = _forward_threads_at_once(problem.norm, name, vector > 1, narrow, held, b_in_shared, device)
+        at_once = _forward_threads_at_once(problem.norm, name, vector > 1, access, held, b_in_shared, device)
         if cluster == 1 and group == WARP and not several:
             at_once = min(at_once, FORWARD_APART_WARPS * WARP)
         block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
@@ -325,21 +330,24 @@ def _forward_staged(
         step_bytes = part_bytes(name, vector > 1, (groups - 1) * stride + slab)
         b_bytes = threads * per_thread * compute_itemsize(name) if b_in_shared else 0
         static_bytes = staged_static_bytes(name, cluster) + b_bytes
+        slack = ODD_SLACK_BYTES if access.odd else 0
         w_bytes = divide_up(slab * compute_itemsize(name), 16) * 16  # copied behind the ring, where there is room
         for blocks in counts_to_try(at_once // threads):
-            room = device.shared_bytes // blocks - static_bytes
+            room = device.shared_bytes // blocks - static_bytes - slack
             stages = min(room // step_bytes, STAGED_MOST_STAGES)
             if stages >= FORWARD_STAGED_LEAST_STAGES:
                 walkers = usual_clusters(cluster, device) * blocks
                 few_steps = not takes_at_least(problem.rows, FORWARD_SHORT_STEPS, groups, walkers)
                 wanted = _wanted_stages(problem, vector, groups, walkers, blocks * step_bytes, device)
                 stages = min(stages, max(_forward_least_stages(problem.norm, name, held, cluster, few_steps), wanted))
-                shared_bytes = b_bytes + min(step_bytes * stages + w_bytes, room)
+                shared_bytes = b_bytes + min(step_bytes * stages + w_bytes, room) + slack
                 paced = forward_keeps_pace(problem.norm, held, cluster, vector > 1, full=slab == per_thread * group)
                 draws_short = _draws_short_rows(problem, vector, held, gaps, device)
                 part = takes_part(name, held)
+                if access.odd:
+                    access = odd_access(problem, groups, alike)
                 staged = staged_definitions(
-                    per_thread, cluster, part, paced, gaps=gaps, draws=draws_short, narrow=narrow
+                    per_thread, cluster, part, paced, gaps=gaps, draws=draws_short, access=access
                 )
                 least_drawn = DRAWN_LEAST_STEPS[blocks == 1 or vector == 1]
                 # kDraws of forward_staged.cu
@@ -354,7 +362,7 @@ def _forward_staged(
                     slab_columns=slab,
                     cluster=cluster,
                     stages=stages,
-                    shared_bytes=max(shared_bytes, min(b_bytes + room, device.shared_bytes // (blocks + 1))),
+                    shared_bytes=max(shared_bytes, min(b_bytes + room + slack, device.shared_bytes // (blocks + 1))),
                     drawn_part=drawn,
                     drawn_steps=SLOW_DRAWN_LEAST_STEPS if device.has_slow_memory else least_drawn,
                     lead=_forward_lead(problem.norm, per_thread, cluster, device) if paced else 0,

@@ -24,16 +24,19 @@ from .backward import (
 )
 from .common import (
     CLUSTERS,
+    ODD_IN_WORDS,
+    SINGLE,
     SMALL_BLOCK,
     WARP,
+    Access,
     Choice,
     Device,
     Kind,
+    accesses,
     columns_per_thread,
     compute_name,
     for_dx_alone,
     has_long_rows,
-    narrow_vectors,
     staged_choice,
     staged_definitions,
     triad_definitions,
@@ -78,21 +81,21 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             filling: Choice = ((STAGED_FILLING_COLUMNS,),) if may_fill_lanes(kind, cluster, device) else ()
             return (*staged_choice(kind[1], kind[2], kind[4], cluster, device), *filling)
 
-        parts = part_of_warp_lanes(x, vector, 1, choices(1, device), device)
-        may_turn = functools.partial(may_turn_rows, vector, 1)
+        parts = part_of_warp_lanes(x, vector, SINGLE, choices(1, device), device)
+        may_turn = functools.partial(may_turn_rows, vector, SINGLE)
         turns = {n: sorted({may_turn((n, lanes)) for lanes in _lanes_between(*parts[n])}) for n in parts}
         for per_thread, turned in ((n, turned) for n in parts for turned in turns[n]):
             direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, True, turned))
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
         short_of = functools.partial(has_short_rows, x, vector)
         of_staged = functools.partial(_staged_variants, "backward_staged", definitions, x, device, choices)
-        summing = [*of_staged(turns, 1, functools.partial(may_keep_pace, kind, 1), short_of)]
-        for narrow in narrow_vectors(x, dy, vector):
-            not_turned = {n: [False] for n in part_of_warp_lanes(x, vector, narrow, choices(1, device), device)}
-            summing += of_staged(not_turned, narrow, functools.partial(may_keep_pace, kind, narrow), short_of)
-            for per_thread in (columns_per_thread(x), *not_turned) if device.has_clusters else ():
+        summing = [*of_staged(turns, SINGLE, functools.partial(may_keep_pace, kind, SINGLE), short_of)]
+        for access in accesses(x, dy, vector, device):
+            not_turned = {n: [False] for n in part_of_warp_lanes(x, vector, access, choices(1, device), device)}
+            summing += of_staged(not_turned, access, functools.partial(may_keep_pace, kind, access), short_of)
+            for per_thread in () if access == ODD_IN_WORDS else (columns_per_thread(x), *not_turned):
                 part = per_thread in not_turned
-                direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, part, narrow=narrow))
+                direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, part, access=access))
                 yield Variant("backward_direct.cu", ("backward_direct",), direct)
         if may_form_gangs(x, dy, vector, device):
             summing.append(Variant("backward_staged.cu", ("backward_staged",), (*definitions, *gang_definitions())))
@@ -108,7 +111,7 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         routes = (*definitions, *direct_forward_definitions(columns_per_thread(x)))
         yield Variant("forward.cu", ("forward_direct", "forward_swept"), routes)
         choices = functools.partial(forward_choice, norm, x, vector)
-        parts = forward_part_of_warp_lanes(x, vector, 1, choices(1, device), device)
+        parts = forward_part_of_warp_lanes(x, vector, SINGLE, choices(1, device), device)
         for per_thread in parts:
             direct = (*definitions, *direct_forward_definitions(per_thread, True))
             yield Variant("forward.cu", ("forward_direct",), direct)
@@ -117,12 +120,12 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             return forward_keeps_pace(norm, held, cluster, vector, full)
 
         many: list[Variant] = []
-        for narrow in (1, *narrow_vectors(x, None, vector)):
-            turns = {n: [False] for n in forward_part_of_warp_lanes(x, vector, narrow, choices(1, device), device)}
-            of_rows = turns, narrow, paced, lambda *_: False
+        for access in (SINGLE, *accesses(x, None, vector, device)):
+            turns = {n: [False] for n in forward_part_of_warp_lanes(x, vector, access, choices(1, device), device)}
+            of_rows = turns, access, paced, lambda *_: False
             many += _staged_variants("forward_staged", definitions, x, device, choices, *of_rows)
-            for per_thread in (columns_per_thread(x), *turns) if device.has_clusters and narrow > 1 else ():
-                direct = (*definitions, *direct_forward_definitions(per_thread, per_thread in turns, narrow))
+            for per_thread in () if access in (SINGLE, ODD_IN_WORDS) else (columns_per_thread(x), *turns):
+                direct = (*definitions, *direct_forward_definitions(per_thread, per_thread in turns, access))
                 yield Variant("forward.cu", ("forward_direct",), direct)
         yield from many
         of_few = {forward_few_rows_definitions(variant.definitions) for variant in many}
@@ -159,7 +162,7 @@ def _staged_variants(
     device: Device,
     choice_of: Callable[[int, Device], Choice],
     turns: dict[int, list[bool]],
-    narrow: int,
+    access: Access,
     paced_of: Callable[[tuple[int, int], int, bool], bool],
     short_of: Callable[[int, int], bool],
 ) -> Iterator[Variant]:
@@ -170,7 +173,9 @@ def _staged_variants(
     clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
     pairs = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
     parts = {(n, 1, True) for n in turns}
-    pairs = pairs if has_long_rows(x, narrow) else set()
+    if access.odd:
+        pairs = {(n, cluster) for n, cluster in pairs if cluster == 1}
+    pairs = pairs if has_long_rows(x, access) else set()
     wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
     for per_thread, cluster, part in sorted(wholes | parts):
         warp_or_less = part or per_thread <= columns_per_thread(x)
@@ -178,8 +183,8 @@ def _staged_variants(
         paces = sorted({paced_of((per_thread, g), cluster, full) for g, full in product(groups, (False, True))})
         fills_warp = WARP * per_thread  # as the blocks of clusters all do
         least_columns = (1, fills_warp) if cluster == 1 and not part else (fills_warp,)
-        shorts = sorted({short_of(per_thread, n) for n in least_columns})
+        shorts = sorted({not access.odd and short_of(per_thread, n) for n in least_columns})
         gaps = (False, True) if warp_or_less and cluster == 1 else (False,)
         for paced, short, gap, turned in product(paces, shorts, gaps, turns[per_thread] if part else (False,)):
-            staged = staged_definitions(per_thread, cluster, part, paced, short, gap, turned=turned, narrow=narrow)
+            staged = staged_definitions(per_thread, cluster, part, paced, short, gap, turned=turned, access=access)
             yield Variant(f"{kernel}.cu", (kernel,), (*definitions, *staged))
