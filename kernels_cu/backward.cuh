@@ -77,7 +77,6 @@ struct BackwardArguments {
     short lead;             // of Pace, in quarters of a step; 0: no pace is kept
     short step_counters;    // a power of two
     bool read_once;         // x and dy need not stay in the L2 cache
-    unsigned char turn;     // from one of a warp's rows to the next, in quarters (kTurns)
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 
@@ -154,7 +153,7 @@ struct ColumnSums {
 
     Level dw, db;
     Compute* outer;
-    int thread, threads, turn, shift, lanes, rows_since_flush;  // turn, shift and lanes: of Columns
+    int thread, threads, shift, lanes, rows_since_flush;  // shift and lanes: of Columns
     bool flushed;
 
     static constexpr int kRun = 16 / int(sizeof(Compute));
@@ -166,8 +165,8 @@ struct ColumnSums {
     }
 
     __device__ ColumnSums(void* shared, int thread, int threads, const Columns& own)
-        : outer(static_cast<Compute*>(shared)), thread(thread), threads(threads), turn(own.turn), shift(own.shift),
-          lanes(own.lanes), flushed(false) {
+        : outer(static_cast<Compute*>(shared)), thread(thread), threads(threads), shift(own.shift), lanes(own.lanes),
+          flushed(false) {
         clear();
     }
 
@@ -181,10 +180,6 @@ struct ColumnSums {
     // sums into the second level.
     __device__ void row_done(int group_threads, bool complete = false) {
         if (++rows_since_flush < kRowsPerFlush && !complete) return;
-        if constexpr (kTurns) {
-            turn_back(dw);
-            if constexpr (kWantDb) turn_back(db);
-        }
         if constexpr (kShifts) {
             shift_back(dw);
             if constexpr (kWantDb) shift_back(db);
@@ -218,19 +213,6 @@ private:
         rows_since_flush = 0;
         fill_columns(dw, Compute(0));
         fill_columns(db, Compute(0));
-    }
-
-    // To the order of the columns.
-    __device__ void turn_back(Level& level) const {
-#pragma unroll
-        for (int quarters = 1; quarters <= 2; ++quarters) {
-            if (!(turn & quarters)) continue;
-            Level turned;
-#pragma unroll
-            for (int k = 0; k < kVectors; ++k) turned[(k + quarters * kQuarter) % kVectors][0] = level[k][0];
-#pragma unroll
-            for (int k = 0; k < kVectors; ++k) level[k][0] = turned[k][0];
-        }
     }
 
     // To the order of the columns: the second of a pair is the first of the next pair, which the next lane has, or the first lane

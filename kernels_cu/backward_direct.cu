@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
         if (row < a.rows) {
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
-                first_half<true, true>(&chains[k / kQuarter], &column_sums, k, current.x[k], current.dy[k], w,
+                first_half<true, true>(chains, &column_sums, k, current.x[k], current.dy[k], w,
                                        current.statistics);
             }
         }

@@ -188,7 +188,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     if (kSumsColumns && a.meeting) a.meeting->start();
     wait_for_barriers();
 
-    const Columns own(share.thread, a.group_threads, share.columns, turn_of_row(a.turn, a.group_threads),
+    const Columns own(share.thread, a.group_threads, share.columns,
                       shift_of_row(a.x + first_row * a.x_row_stride));
     const PairsHeld held(own);
     Weights<> w;
@@ -245,7 +245,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                 staged_row(now.place, j).for_each_vector(at, [&](int k, XVector x, DyVector dy, bool holds) {
                     keep_held(x, held.of(k, holds));
                     keep_held(dy, held.of(k, holds));
-                    first_half<true, kSumsColumns>(&chains[k / kQuarter], &column_sums, k, x, dy, w, now.row);
+                    first_half<true, kSumsColumns>(chains, &column_sums, k, x, dy, w, now.row);
                 });
             }
             const Sums<Compute> partial = sum_chains<kLayerNorm>(chains, at);

@@ -31,25 +31,13 @@ constexpr bool kManyColumns = kColumnsPerThread * int(sizeof(Compute)) > 160;
 // Off 16 bytes, of whole warps: a question for each access, whether it is there, would cost as much as the work on it.
 constexpr bool kReadsAll = !VECTOR && kWholeWarps && !SHORT_ROWS && !kOddRows;
 
-// Single columns of rows of which a warp has several, one behind the other in shared memory. If these begin in the same banks, as
-// four of N=129 do, 258 bytes apart, they are turned: a row's lanes begin some quarters of their columns later than those of the row
-// before, and end with the first. What is summed over quarters, and then over quarters that lie two apart, has the same bits
-// whatever the turn. An H100, N=129, 1 GB: on eight lanes 491 → 426 us, LayerNorm 505 → 438, on sixteen, with 12 columns, 471, 518.
-#ifndef TURN_ROWS
-#define TURN_ROWS 0
-#endif
-constexpr bool kTurns = TURN_ROWS;
-static_assert(!kTurns || (kVector == 1 && !kWholeWarps && kColumnsPerThread % 4 == 0), "a thread's columns make four quarters");
-constexpr int kQuarter = kTurns ? kVectors / 4 : kVectors;
-
 // Of an odd row all of a thread's pairs are columns of the row but, perhaps, in the first pair and in the last two: config/odd.py
 // chooses so many columns a thread. Which, PairsHeld says.
 constexpr int kLastPairs = 2;
-static_assert(!kOddRows || (kVector == 2 && kVectors > kLastPairs && CLUSTER == 1 && !GANG && !kTurns), "pairs of whole rows");
+static_assert(!kOddRows || (kVector == 2 && kVectors > kLastPairs && CLUSTER == 1 && !GANG), "pairs of whole rows");
 
-// What is summed over a thread's columns: in chains, one after the other each, for turned rows of a quarter each, for odd rows one
-// of each pair's first columns and one of their second.
-constexpr int kChains = kOddRows ? 2 : kVectors / kQuarter;
+// A thread's sum over its columns is one chain of additions; of an odd row two, of the first columns of pairs and of the second.
+constexpr int kChains = kOddRows ? 2 : 1;
 
 // Columns of w and b are loaded so many at a time: off 16 bytes one by one, wherever they start.
 constexpr int kLoaded = VECTOR ? kVector : 1;
@@ -74,11 +62,10 @@ struct Columns {
     int first, count, lanes;
     int begin;    // of the columns that the lanes hold together
     int skipped;  // of the thread's vectors, those before them
-    int turn;     // kTurns: quarters
     int shift;    // kShifts: of one column, where the row starts at an odd element: first is then -1, 1, 3, …
 
-    __device__ Columns(int thread, int threads, int columns, int turn = 0, int shift = 0)
-        : count(columns), lanes(kWholeWarps ? 32 : minimum(threads, 32)), skipped(0), turn(turn), shift(shift) {
+    __device__ Columns(int thread, int threads, int columns, int shift = 0)
+        : count(columns), lanes(kWholeWarps ? 32 : minimum(threads, 32)), skipped(0), shift(shift) {
         const int span = lanes * kColumnsPerThread;
         begin = (thread >> log2_of(lanes)) * span;
         first = (thread & (lanes - 1)) * kVector + (kReadsAll && columns >= span ? minimum(begin, columns - span) : begin);
@@ -88,16 +75,13 @@ struct Columns {
     // From one vector to the next: known when compiled, where a row takes whole warps.
     __device__ int step() const { return kWholeWarps ? 32 * kVector : lanes * kVector; }
     // From the first to this one.
-    __device__ int offset(int vector) const {
-        if constexpr (!kTurns) return vector * step();
-        else return (((vector / kQuarter + turn) & 3) * kQuarter + vector % kQuarter) * step();
-    }
+    __device__ int offset(int vector) const { return vector * step(); }
     __device__ int at(int vector) const { return first + offset(vector); }
     __device__ bool holds(int vector) const { return at(vector) < count && vector >= skipped; }
-    // The same, neither turned nor shifted.
+    // The same, but not shifted.
     __device__ Columns in_order() const {
         Columns copy = *this;
-        copy.turn = copy.shift = 0;
+        copy.shift = 0;
         if constexpr (kShifts) copy.first += shift;
         return copy;
     }
@@ -111,11 +95,6 @@ struct Columns {
     // A column that can be read in any case, `other` where the thread has none: work on it is wasted, but needs no branch.
     __device__ int readable(int vector, int other) const { return holds(vector) ? at(vector) : other; }
 };
-
-// Of this thread's row, where each of a warp's rows is turned by so many quarters more than the one before.
-__device__ inline int turn_of_row(int quarters, int lanes) {
-    return kTurns ? ((threadIdx.x & 31) >> log2_of(lanes)) * quarters & 3 : 0;
-}
 
 // Whether a row's pairs begin one element before it.
 template <class T> __device__ int shift_of_row(const T* row) {
@@ -145,18 +124,11 @@ struct PairsHeld {
     __device__ Held of(int vector, bool holds) const { return kOddRows ? Held(of(vector)) : Held(holds); }
 };
 
-// The sum of a thread's chains: an order that no turn changes, and no shift. Of a row that is shifted the first columns of pairs
-// are the second ones of the pairs before: those of the next lane, which the last finds in the first.
+// The sum of a thread's chains, the same whether its row is shifted or not. Where it is the first columns of pairs are the second
+// ones of the pairs before: those of the next lane, which the last finds in the first.
 template <bool kBoth, class S, int kCount> __device__ S sum_chains(const S (&sums)[kCount], const Columns& own) {
     S sum = sums[0];
-    if constexpr (kCount == 4) {
-        S other = sums[1];
-        sum.add(sums[2]);
-        other.add(sums[3]);
-        sum.add(other);
-    } else if constexpr (kOddRows) {
-        if constexpr (kShifts) sum.template take_from_lane<kBoth>(threadIdx.x + own.shift, own.lanes);
-        sum.add(sums[1]);
-    }
+    if constexpr (kShifts) sum.template take_from_lane<kBoth>(threadIdx.x + own.shift, own.lanes);
+    if constexpr (kOddRows) sum.add(sums[1]);
     return sum;
 }

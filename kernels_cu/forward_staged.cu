@@ -186,7 +186,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const PaceOf<PACED> pace(a, a.counters, pace_state, walk, share);
     if (!b_first) announce_barriers();
 
-    const Columns own(share.thread, a.group_threads, share.columns, 0,
+    const Columns own(share.thread, a.group_threads, share.columns,
                       shift_of_row(a.x + (walk.first + share.group) * a.x_row_stride));
     const PairsHeld held(own);
     Compute w[kVectors][kVector];

@@ -48,8 +48,8 @@ class Backward:
         self._widen_w, w_dtype = _widening(problem)
         self._widened_bytes = problem.columns * problem.compute_dtype.itemsize if self._widen_w else 0
         device_id = cupy.cuda.runtime.getDevice()
-        alignment, alike = _alignment(problem, offsets, w_offsets), _alike(problem, offsets)
-        configure = functools.partial(choose.backward_config, problem, alignment, alike=alike)
+        alignment, odd = _alignment(problem, offsets, w_offsets), _odd_access(problem, offsets)
+        configure = functools.partial(choose.backward_config, problem, alignment, odd=odd)
         sums_aligned = not any(sums_offsets)
         config, main, device = _fitting(configure, _backward_main, device_of(device_id))
         few = choose.few_rows_blocks(config, problem, sums_aligned, device)
@@ -154,7 +154,6 @@ class Backward:
             lead,
             step_counters,
             choose.reads_once(problem) and not column_blocks,  # these read what the walkers have read
-            choose.turn_of_rows(config, problem),
         )
 
     def _take_arguments(self, layout: str, *fixed: Any) -> None:
@@ -205,8 +204,8 @@ class Forward:
         if not problem.rows:
             return
         device_id = cupy.cuda.runtime.getDevice()
-        alignment, alike = _alignment(problem, offsets, w_offsets), _alike(problem, offsets)
-        configure = functools.partial(choose.forward_config, problem, alignment, alike=alike)
+        alignment, odd = _alignment(problem, offsets, w_offsets), _odd_access(problem, offsets)
+        configure = functools.partial(choose.forward_config, problem, alignment, odd=odd)
         config, main, device = _fitting(configure, _forward_main, device_of(device_id))
         if few := choose.forward_few_rows(config, problem, device):
             self._launch = Launch(_kernel("forward_few_rows", few.definitions), few.threads).over(few.blocks)
@@ -441,14 +440,17 @@ def _alignment(problem: NormProblem, offsets: Sequence[int], w_offsets: Sequence
     return bits & -bits
 
 
-def _alike(problem: NormProblem, offsets: Sequence[int]) -> bool:
-    """Rows of one number start at odd elements in all of these arrays, or in none; dx, the last, if it is wanted."""
+def _odd_access(problem: NormProblem, offsets: Sequence[int]) -> choose.Access:
+    """By words where rows of one number all start at odd elements, or none do: of x and dy, and of the output."""
     itemsize = problem.x_dtype.itemsize
-    strides = problem.x_row_stride, problem.dy_row_stride, problem.out_row_stride
-    of_forward = problem.direction == "forward"
-    of_arrays = zip(offsets, (strides[0], strides[2]) if of_forward else strides, strict=True)
-    kinds = [(offset // itemsize % 2, problem.rows > 1 and stride % 2) for offset, stride in of_arrays]
-    return len(set(kinds if of_forward or problem.want_dx else kinds[:2])) == 1
+    backward = problem.direction == "backward"
+    strides = (problem.x_row_stride, *([problem.dy_row_stride] if backward else ()), problem.out_row_stride)
+    of_arrays = zip(offsets, strides, strict=True)
+    *read, written = ((offset // itemsize % 2, problem.rows > 1 and stride % 2) for offset, stride in of_arrays)
+    if len({*read}) > 1:
+        return choose.ODD_BY_ELEMENT
+    writes = problem.want_dx or not backward
+    return choose.ODD_READ_IN_WORDS if writes and written != read[0] else choose.ODD_IN_WORDS
 
 
 def _code(dtype: np.dtype[Any] | None) -> int:

@@ -10,9 +10,19 @@ they are used, each with one time that it was chosen by, in us, of bfloat16, on 
 was measured is in asv_bench/CHOICES.md, under their names. variants.py lists every kernel that can be asked for.
 """
 
-from .backward import BACKWARD_ARGUMENTS, WIDENING_ARGUMENTS, backward_config, turn_of_rows, widening_definitions
+from .backward import BACKWARD_ARGUMENTS, WIDENING_ARGUMENTS, backward_config, widening_definitions
 from .column_blocks import column_parts_bytes
-from .common import ELEMENT_CODES, BackwardConfig, Device, ForwardConfig, Grid
+from .common import (
+    ELEMENT_CODES,
+    ODD_BY_ELEMENT,
+    ODD_IN_WORDS,
+    ODD_READ_IN_WORDS,
+    Access,
+    BackwardConfig,
+    Device,
+    ForwardConfig,
+    Grid,
+)
 from .few_rows import (
     FEW_ROWS_ARGUMENTS,
     FewRows,
@@ -50,8 +60,12 @@ __all__ = [
     "KEPT_BYTES",
     "KEPT_COUNTER_BYTES",
     "KEPT_EXCHANGE_BYTES",
+    "ODD_BY_ELEMENT",
+    "ODD_IN_WORDS",
+    "ODD_READ_IN_WORDS",
     "STEP_COUNTERS_BYTES",
     "WIDENING_ARGUMENTS",
+    "Access",
     "BackwardConfig",
     "Device",
     "FewRows",
@@ -77,6 +91,5 @@ __all__ = [
     "reads_once",
     "reduction_row_threads",
     "sums_walkers",
-    "turn_of_rows",
     "widening_definitions",
 ]

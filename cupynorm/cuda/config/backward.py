@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from typing import NamedTuple
 
 from ...problem import NormProblem
@@ -12,7 +11,9 @@ from .common import (
     CLUSTERS,
     ITEMSIZE,
     LONG_LEAST_STEPS,
+    ODD,
     ODD_BY_ELEMENT,
+    ODD_IN_WORDS,
     ODD_SLACK_BYTES,
     SINGLE,
     SMALL_BLOCK,
@@ -42,6 +43,7 @@ from .common import (
     kernels_sum_db,
     name_of,
     odd_access,
+    odd_span,
     of_choice,
     part_bytes,
     part_definitions,
@@ -72,7 +74,7 @@ STAGED_RING_BYTES, STAGED_LARGE_RING_BYTES = 112 << 10, 128 << 10
 # In vectors or single columns, by bytes of x's type (1 GB, LayerNorm, N=384: 265 → 249 us; an H100, 129: 579 → 520).
 STAGED_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
     True: {2: {24: (1, 16)}},
-    False: {2: {12: (4, 32), 20: (8, 16)}},
+    False: {},
 }
 
 # Rows of a warp or less with gaps between them: several are copied at once, with the gaps, where strides are on average
@@ -86,6 +88,9 @@ NARROW_PART_OF_WARP_LANES: dict[int, PartLanes] = {
     4: {12: (4, 32), 20: (2, 16)},
     2: {12: (4, 32), 20: (4, 16)},
 }
+
+# And of odd rows.
+ODD_PART_OF_WARP_LANES: PartLanes = {12: (4, 32), 20: (8, 16)}
 
 # Columns a thread, in place of 32, of LayerNorm with db, x and dy of one type: from so many threads a row on and in
 # clusters of up to so many blocks, by bytes of x's type. Of 16 bits where they cover a block's columns, in accesses of
@@ -160,22 +165,18 @@ SPLIT_THREADS = 256
 # H100, RMSNorm, 1 GB, eight blocks, N=1024 with gaps of 512: 568 → 359 us).
 MOST_BLOCKS_A_COUNTER = {"rmsnorm": 2, "layernorm": 1}
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
-BACKWARD_ARGUMENTS = "12P4q8i7h?B"  # struct BackwardArguments in backward.cuh
+BACKWARD_ARGUMENTS = "12P4q8i7h?x"  # struct BackwardArguments in backward.cuh
 
 # On a multiprocessor, not eight, of RMSNorm's rows of one warp, 32 single columns of 16 bits a thread, where memory is
 # fast, in launches of so many steps and more (an H100 with 92 multiprocessors, 700 MB, 1001: 270 → 256 us).
 MANY_WARPS, MANY_WARPS_LEAST_STEPS = 12, 12
 
-# kTurns of columns.cuh: single columns a thread, and the lanes that share a row, where a warp has several. 65 on eight
-# lanes, 1 GB, an H100, 570 → 470 us, LayerNorm 590 → 521; 12 columns on sixteen lanes and more lost 2%.
-TURNED_ROWS = {12: (8,), 20: (8, 16)}
-BANKS = 32  # of shared memory, of four bytes
 WIDENING_ARGUMENTS = "2P2i"  # struct WideningArguments in widen_w.cu
 
 
-def backward_config(problem: NormProblem, alignment: int, device: Device, alike: bool = True) -> BackwardConfig:
+def backward_config(problem: NormProblem, alignment: int, device: Device, odd: Access = ODD_IN_WORDS) -> BackwardConfig:
     """Choose the backward kernels, where every row of x, dy and dx starts at a multiple of `alignment` bytes: of 16, or
-    of a lower power of two; `alike` is as for odd_access()."""
+    of a lower power of two; `odd` is what odd rows' starts allow."""
     x, dy = problem.x_dtype.name, name_of(problem.dy_dtype)
     vector = vector_width(x, dy) if alignment == 16 and problem.columns % vector_width(x, dy) == 0 else 1
     access = access_of(problem, vector > 1, alignment, device)
@@ -183,15 +184,16 @@ def backward_config(problem: NormProblem, alignment: int, device: Device, alike:
     per_thread = columns_per_thread(x)
     outer_bytes = _column_sums_bytes(problem, per_thread)
 
-    if device.has_clusters and (staged := _staged(problem, vector > 1, access, definitions, device, alike)):
+    if device.has_clusters and (staged := _staged(problem, vector > 1, access, definitions, device, odd)):
         sums = problem.want_dw or problem.want_db
         return staged if sums else staged._replace(definitions=for_dx_alone(staged.definitions, paced=True))
     if problem.columns <= WARP * per_thread:
         choice = staged_choice(x, dy, vector > 1, 1, device)
         parts = part_of_warp_lanes(x, vector > 1, access, choice, device)
-        held = short_row(x, problem.columns, parts)
-        by_element = ODD_BY_ELEMENT if access.odd else access  # the order of a row's sums is one
-        return _direct(problem, definitions, SMALL_BLOCK, *held, by_element)
+        if access in ODD:
+            held = short_row(x, odd_span(problem.columns), parts)
+            return _direct(problem, definitions, SMALL_BLOCK, *held, ODD_BY_ELEMENT)
+        return _direct(problem, definitions, SMALL_BLOCK, *short_row(x, problem.columns, parts), access)
     threads = in_whole_warps(divide_up(problem.columns, per_thread))
     fits = outer_bytes * threads + STATIC_SHARED_BYTES <= device.shared_bytes
     if fits and threads <= DIRECT_MAX_THREADS[vector > 1][-1]:
@@ -217,10 +219,9 @@ def _direct(
     access: Access = SINGLE,
 ) -> BackwardConfig:
     part, vector = takes_part(problem.x_dtype.name, (per_thread, group)), "VECTOR=1" in definitions
-    turned = may_turn_rows(vector, access, (per_thread, group))
     return BackwardConfig(
         route="direct",
-        definitions=(*definitions, *direct_definitions(per_thread, threads, vector, part, turned, access)),
+        definitions=(*definitions, *direct_definitions(per_thread, threads, vector, part, access)),
         threads=threads,
         group_threads=group,
         slab_columns=problem.columns,
@@ -230,11 +231,11 @@ def _direct(
 
 
 def direct_definitions(
-    per_thread: int, threads: int, vector: bool, part: bool = False, turned: bool = False, access: Access = SINGLE
+    per_thread: int, threads: int, vector: bool, part: bool = False, access: Access = SINGLE
 ) -> tuple[str, ...]:
     max_threads = next(most for most in DIRECT_MAX_THREADS[vector] if threads <= most)
     of_block = f"COLUMNS_PER_THREAD={per_thread}", f"MAX_THREADS={max_threads}"
-    return *of_block, *part_definitions(part, turned), *access.definitions
+    return *of_block, *part_definitions(part), *access.definitions
 
 
 def _column_sums_bytes(problem: NormProblem, per_thread: int) -> int:
@@ -243,7 +244,7 @@ def _column_sums_bytes(problem: NormProblem, per_thread: int) -> int:
 
 
 def _staged(
-    problem: NormProblem, vector: bool, access: Access, definitions: tuple[str, ...], device: Device, alike: bool
+    problem: NormProblem, vector: bool, access: Access, definitions: tuple[str, ...], device: Device, odd: Access
 ) -> BackwardConfig | None:
     """The smallest cluster whose blocks have room for a ring of enough rows, else a gang; None where there is neither.
 
@@ -267,13 +268,14 @@ def _staged(
             continue
         choice = staged_choice(name, dy_name, vector, cluster, device)
         parts = part_of_warp_lanes(name, vector, access, choice, device)
-        held = short_row(name, slab, parts) if small else staged_threads(slab, choice)
+        span = odd_span(slab) if access in ODD else slab
+        held = short_row(name, span, parts) if small else staged_threads(span, choice)
         if held is None or _is_too_long(kind, slab, held, cluster, device):
             continue
         if may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, slab, held, name):
             held = STAGED_FILLING_COLUMNS, held[1]
         paced = may_keep_pace(kind, access, held, cluster, full=slab == held[0] * held[1])
-        split = _Split(kind, *held, cluster, slab, several and cluster == 1, gaps, paced, access, alike)
+        split = _Split(kind, *held, cluster, slab, several and cluster == 1, gaps, paced, access, odd)
         if config := _staged_blocks(problem, split, definitions, device):
             return config
     return _gang(problem, definitions, device) if gangs and not small else None
@@ -339,7 +341,7 @@ class _Split(NamedTuple):
     gaps: bool  # between these
     paced: bool  # in long launches
     access: Access  # where rows do not come in vectors
-    alike: bool  # as for odd_access()
+    odd: Access  # what odd rows' starts allow
 
 
 def _staged_blocks(
@@ -367,7 +369,7 @@ def _staged_config(
     problem: NormProblem, split: _Split, definitions: tuple[str, ...], device: Device, largest: bool = False
 ) -> BackwardConfig | None:
     """Of what has room, the largest block that pays, or the `largest`, and then as many as there may be; else None."""
-    kind, per_thread, group, cluster, slab, several, gaps, paced, access, alike = split
+    kind, per_thread, group, cluster, slab, several, gaps, paced, access, odd = split
     _, name, dy_name, _, vector = kind
 
     def most_threads(keeps_pace: bool) -> int:
@@ -392,7 +394,7 @@ def _staged_config(
         too_many = groups > 1 and threads > most_threads(keeps_pace)
         if (too_large or too_many) and (groups, blocks) != pairs[-1]:
             continue
-        slack = ODD_SLACK_BYTES if access.odd else 0
+        slack = ODD_SLACK_BYTES if access in ODD else 0
         room = device.shared_bytes // blocks - staged_static_bytes(name, cluster) - outer_bytes - slack
         stages = min(room // step_bytes, STAGED_MOST_STAGES)
         if stages < STAGED_LEAST_STAGES:
@@ -402,11 +404,10 @@ def _staged_config(
         stages = min(stages, max(least, ring_bytes // (blocks * step_bytes)))
         part = takes_part(name, (per_thread, group))
         least_columns = problem.columns - (cluster - 1) * slab
-        short = not part and not access.odd and has_short_rows(name, vector, per_thread, least_columns)
-        turned = part and may_turn_rows(vector, access, (per_thread, group))
-        if access.odd:
-            access = odd_access(problem, groups, alike)
-        staged = staged_definitions(per_thread, cluster, part, paced, short, gaps, turned=turned, access=access)
+        short = not part and access not in ODD and has_short_rows(name, vector, per_thread, least_columns)
+        if access in ODD:
+            access = odd_access(problem, groups, odd)
+        staged = staged_definitions(per_thread, cluster, part, paced, short, gaps, access=access)
         return BackwardConfig(
             route="staged",
             definitions=(*definitions, *staged),
@@ -423,31 +424,6 @@ def _staged_config(
             step_counters=STEP_COUNTERS if blocks > MOST_BLOCKS_A_COUNTER[problem.norm] else 1,
         )
     return None
-
-
-def may_turn_rows(vector: bool, access: Access, held: tuple[int, int]) -> bool:
-    """Whether kernels turn a warp's rows (TURN_ROWS); `held` is what short_row() chose."""
-    per_thread, group = held
-    return not vector and access == SINGLE and group in TURNED_ROWS.get(per_thread, ())
-
-
-def turn_of_rows(config: BackwardConfig, problem: NormProblem) -> int:
-    """Quarters by which a warp's rows are turned, kTurns of columns.cuh: those that spread them best over the banks."""
-    lanes, per_thread = config.group_threads, config.per_thread
-    if "TURN_ROWS=1" not in config.definitions:
-        return 0
-    dy_itemsize = ITEMSIZE[name_of(problem.dy_dtype)]
-    of_both = (problem.x_row_stride, problem.x_dtype.itemsize), (problem.dy_row_stride, dy_itemsize)
-
-    def rows_of_a_bank(turn: int, stride: int, itemsize: int) -> int:
-        """Of the rows' first columns, one for each lane, the most that lie in one bank."""
-        found = Counter[int]()
-        for row in range(WARP // lanes):
-            first = row * stride + row * turn % 4 * (per_thread // 4) * lanes
-            found.update({(first + lane) * itemsize // 4 % BANKS for lane in range(lanes)})
-        return max(found.values())
-
-    return min(range(4), key=lambda turn: sum(rows_of_a_bank(turn, *one) for one in of_both))
 
 
 def may_keep_pace(kind: Kind, access: Access, held: tuple[int, int], cluster: int, full: bool) -> bool:
@@ -638,6 +614,8 @@ def _takes_a_stage_more(split: _Split, device: Device) -> bool:
 
 def part_of_warp_lanes(x: str, vector: bool, access: Access, choice: Choice, device: Device) -> PartLanes:
     """Columns a thread, beside columns_per_thread(), of rows that take a part of a warp."""
+    if access in ODD:
+        return of_choice(ODD_PART_OF_WARP_LANES, choice, device)
     of_16_bits = access != SINGLE and ITEMSIZE[x] == 2
     usual = STAGED_PART_OF_WARP_LANES[vector].get(ITEMSIZE[x], {})
     return of_choice(NARROW_PART_OF_WARP_LANES[access.elements] if of_16_bits else usual, choice, device)

@@ -39,8 +39,8 @@ MOST_COPIED_GAPS_LONG = 1.1
 NARROW_VECTORS = {2: (4, 2), 4: (2,)}
 NARROW_LONG_ITEMSIZE = 2
 
-# Rows of an odd number of columns that a warp or less holds, of 16-bit types, in pairs of columns (ODD_ROWS of
-# element.cuh). All but the first and the last two of a thread's pairs are full, so not the shortest.
+# Odd rows, which start or end at odd elements, of 16-bit types, a warp or less each, come in pairs of columns (ODD_ROWS
+# of element.cuh). All but the first and the last two of a thread's pairs are full, so not the shortest.
 ODD_ITEMSIZE, ODD_LEAST_COLUMNS, ODD_MOST_COLUMNS = 2, 33, 1280
 ODD_SLACK_BYTES = 256  # of shared memory behind the ring: so far beyond a row its lanes may read
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
@@ -181,7 +181,8 @@ class Access(NamedTuple):
         return (f"NARROW_VECTOR={self.elements}",) if self.elements > 1 else ()
 
 
-SINGLE, ODD_IN_WORDS, ODD_BY_ELEMENT = Access(), Access(2, odd=1), Access(2, odd=2)
+SINGLE = Access()
+ODD_IN_WORDS, ODD_READ_IN_WORDS, ODD_BY_ELEMENT = ODD = tuple(Access(2, odd=way) for way in (1, 2, 3))
 
 
 def narrow_of(definitions: tuple[str, ...]) -> int:
@@ -209,24 +210,30 @@ def vector_width(*names: str) -> int:
 
 
 def access_of(problem: NormProblem, vector: bool, alignment: int, device: Device) -> Access:
-    """For rows that start at multiples of so many bytes. Odd ones in words, unless odd_access() finds otherwise."""
+    """For rows that start at multiples of so many bytes. Of odd ones: ODD_IN_WORDS, or what odd_access() says."""
     x, itemsize, dy = problem.x_dtype.name, problem.x_dtype.itemsize, problem.dy_dtype
     several = accesses(x, None if dy is None else dy.name, vector, device)
-    if problem.columns % 2:
-        few = ODD_LEAST_COLUMNS <= problem.columns <= ODD_MOST_COLUMNS
-        return ODD_IN_WORDS if few and ODD_IN_WORDS in several else SINGLE
-    even = (access for access in several if not access.odd)
+    if problem.columns % 2 or alignment == itemsize:
+        span = odd_span(problem.columns)
+        held = ODD_LEAST_COLUMNS <= span <= ODD_MOST_COLUMNS and is_short(problem) == (span <= _short_columns(x))
+        return ODD_IN_WORDS if held and ODD_IN_WORDS in several else SINGLE
+    even = (access for access in several if access not in ODD)
     fitting = (a for a in even if problem.columns % a.elements == alignment % (a.elements * itemsize) == 0)
     access = next(fitting, SINGLE)
     return access if is_short(problem) or has_long_rows(x, access) else SINGLE
 
 
-def odd_access(problem: NormProblem, groups: int, alike: bool) -> Access:
-    """Of odd rows, of which a block has so many. In words where those of one number start at the same half of a word in
-    all arrays (`alike`), and so do all rows of a group; else by element, which gives the same bits."""
+def odd_span(columns: int) -> int:
+    """Columns of the pairs that hold a row, at an odd element one more on either side, rounded up to an odd number."""
+    return columns | 1
+
+
+def odd_access(problem: NormProblem, groups: int, allowed: Access) -> Access:
+    """Of odd rows, of which a block has so many: what the arrays' starts allow, if all of a group's rows start at the
+    same half of a word, else by element. The bits are the same."""
     strides = problem.x_row_stride, problem.dy_row_stride, problem.out_row_stride
     stay = groups % 2 == 0 or problem.rows == 1 or not any(stride % 2 for stride in strides)
-    return ODD_IN_WORDS if alike and stay else ODD_BY_ELEMENT
+    return allowed if stay else ODD_BY_ELEMENT
 
 
 def has_long_rows(x: str, access: Access) -> bool:
@@ -239,7 +246,7 @@ def accesses(x: str, dy: str | None, vector: bool, device: Device) -> tuple[Acce
     in vectors, nor where there are no clusters."""
     if vector or dy not in (None, x) or not device.has_clusters:
         return ()
-    odd = (ODD_IN_WORDS, ODD_BY_ELEMENT) if ITEMSIZE[x] == ODD_ITEMSIZE and device.has_large_shared_memory else ()
+    odd = ODD if ITEMSIZE[x] == ODD_ITEMSIZE and device.has_large_shared_memory else ()
     return *map(Access, NARROW_VECTORS.get(ITEMSIZE[x], ())), *odd
 
 
@@ -259,7 +266,11 @@ def rows_share_copies(problem: NormProblem, vector: bool, gaps: dict[bool, dict[
 
 def is_short(problem: NormProblem) -> bool:
     """Whether a warp or less holds a row."""
-    return problem.columns <= WARP * columns_per_thread(problem.x_dtype.name)
+    return problem.columns <= _short_columns(problem.x_dtype.name)
+
+
+def _short_columns(x: str) -> int:
+    return WARP * columns_per_thread(x)
 
 
 def have_gaps(problem: NormProblem, *strides: int) -> bool:
@@ -397,13 +408,12 @@ def staged_definitions(
     short: bool = False,
     gaps: bool = False,
     draws: bool = False,
-    turned: bool = False,
     access: Access = SINGLE,
 ) -> tuple[str, ...]:
     switches = {"PACED=1": paced, "SHORT_ROWS=1": short, "ROW_GAPS=1": gaps, "DRAW_SHORT_ROWS=1": draws}
     others = (definition for definition, on in switches.items() if on)
     of_block = f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}"
-    return *of_block, *part_definitions(part, turned), *others, *access.definitions
+    return *of_block, *part_definitions(part), *others, *access.definitions
 
 
 def for_dx_alone(definitions: tuple[str, ...], paced: bool) -> tuple[str, ...]:
@@ -413,8 +423,8 @@ def for_dx_alone(definitions: tuple[str, ...], paced: bool) -> tuple[str, ...]:
     return (*kept, DX_ALONE)
 
 
-def part_definitions(part: bool, turned: bool = False) -> tuple[str, ...]:
-    return ("PART_OF_WARP=1", *(("TURN_ROWS=1",) if turned else ())) if part else ()
+def part_definitions(part: bool) -> tuple[str, ...]:
+    return ("PART_OF_WARP=1",) if part else ()
 
 
 def reserved_definitions(

@@ -6,7 +6,9 @@ from ...problem import NormProblem
 from .common import (
     CLUSTERS,
     ITEMSIZE,
+    ODD,
     ODD_BY_ELEMENT,
+    ODD_IN_WORDS,
     ODD_SLACK_BYTES,
     SINGLE,
     SMALL_BLOCK,
@@ -31,6 +33,7 @@ from .common import (
     in_whole_warps,
     is_short,
     odd_access,
+    odd_span,
     of_choice,
     part_bytes,
     part_definitions,
@@ -53,7 +56,7 @@ from .walkers import takes_at_least, usual_clusters
 # 183; with 32, N=256 194 → 177, but 512 177 → 185. Single columns: FORWARD_FEW_LANES.
 FORWARD_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
     True: {2: {24: (1, 16), 32: (1, 8)}, 4: {24: (1, 16), 32: (1, 8)}},
-    False: {2: {12: (4, 16), 20: (16, 16), 24: (16, 16)}, 4: {12: (8, 32), 20: (16, 16)}},
+    False: {4: {12: (8, 32), 20: (16, 16)}},
 }
 
 # NARROW_PART_OF_WARP_LANES of backward.py (1 GB, LayerNorm, 180, with sixteen lanes of 12 columns and eight of 24: 267,
@@ -62,6 +65,9 @@ FORWARD_NARROW_PART_OF_WARP_LANES: dict[int, PartLanes] = {
     4: {12: (4, 16), 20: (2, 16), 24: (8, 16)},
     2: {12: (4, 16), 20: (8, 16), 24: (8, 16)},
 }
+
+# And of odd rows.
+FORWARD_ODD_PART_OF_WARP_LANES: PartLanes = {12: (4, 16), 20: (8, 16), 24: (8, 16)}
 
 # Single columns of 16-bit types: twice as many threads on a multiprocessor, with 24 columns a thread half as many more,
 # where as many lanes or more hold a row (an H100, 1 GB, LayerNorm, N=129: 787 → 482 us), and of several elements an
@@ -185,6 +191,8 @@ def _forward_threads_at_once(
 
 def forward_part_of_warp_lanes(x: str, vector: bool, access: Access, choice: Choice, device: Device) -> PartLanes:
     """As part_of_warp_lanes() of backward.py."""
+    if access in ODD:
+        return of_choice(FORWARD_ODD_PART_OF_WARP_LANES, choice, device)
     usual = FORWARD_PART_OF_WARP_LANES[vector].get(ITEMSIZE[x], {})
     of_16_bits = access != SINGLE and ITEMSIZE[x] == 2
     return of_choice(FORWARD_NARROW_PART_OF_WARP_LANES[access.elements] if of_16_bits else usual, choice, device)
@@ -264,21 +272,22 @@ def _forward_lead(norm: str, per_thread: int, cluster: int, device: Device) -> i
     return LEAD_FORWARD_MANY[slow][norm][cluster] if many else LEAD_FORWARD[slow]
 
 
-def forward_config(problem: NormProblem, alignment: int, device: Device, alike: bool = True) -> ForwardConfig:
-    """Choose the forward kernel; every row of x and y starts at a multiple of `alignment` bytes; `alike`: both as
-    in the backward pass."""
+def forward_config(problem: NormProblem, alignment: int, device: Device, odd: Access = ODD_IN_WORDS) -> ForwardConfig:
+    """Choose the forward kernel; every row of x and y starts at a multiple of `alignment` bytes; `odd`: both as in
+    the backward pass."""
     x = problem.x_dtype.name
     vector = vector_width(x) if alignment == 16 and problem.columns % vector_width(x) == 0 else 1
     access = access_of(problem, vector > 1, alignment, device)
     definitions = forward_definitions(problem.norm, x, vector > 1, reserved_of(problem))
-    if device.has_clusters and (staged := _forward_staged(problem, vector, access, definitions, device, alike)):
+    if device.has_clusters and (staged := _forward_staged(problem, vector, access, definitions, device, odd)):
         return staged
     per_thread = columns_per_thread(x)
     if problem.columns <= WARP * per_thread:
         choice = forward_choice(problem.norm, x, vector > 1, 1, device)
-        held = short_row(x, problem.columns, forward_part_of_warp_lanes(x, vector > 1, access, choice, device))
-        by_element = ODD_BY_ELEMENT if access.odd else access  # the order of a row's sums is one
-        definitions = (*definitions, *direct_forward_definitions(held[0], takes_part(x, held), by_element))
+        span = odd_span(problem.columns) if access in ODD else problem.columns
+        held = short_row(x, span, forward_part_of_warp_lanes(x, vector > 1, access, choice, device))
+        access = ODD_BY_ELEMENT if access in ODD else access
+        definitions = (*definitions, *direct_forward_definitions(held[0], takes_part(x, held), access))
         return ForwardConfig("forward.cu", "forward_direct", definitions, SMALL_BLOCK, held[1])
     definitions = (*definitions, *direct_forward_definitions(per_thread))
     threads = in_whole_warps(divide_up(problem.columns, per_thread))
@@ -298,7 +307,7 @@ def forward_max_threads(vector: bool) -> int:
 
 
 def _forward_staged(
-    problem: NormProblem, vector: int, access: Access, definitions: tuple[str, ...], device: Device, alike: bool
+    problem: NormProblem, vector: int, access: Access, definitions: tuple[str, ...], device: Device, odd: Access
 ) -> ForwardConfig | None:
     """The smallest cluster whose blocks have room for a ring; None where not even the largest has, or for large gaps.
 
@@ -316,7 +325,8 @@ def _forward_staged(
             continue
         choice = forward_choice(problem.norm, name, vector > 1, cluster, device)
         parts = forward_part_of_warp_lanes(name, vector > 1, access, choice, device)
-        held = short_row(name, slab, parts) if small else staged_threads(slab, choice)
+        span = odd_span(slab) if access in ODD else slab
+        held = short_row(name, span, parts) if small else staged_threads(span, choice)
         if held is None:
             continue
         per_thread, group = held
@@ -330,7 +340,7 @@ def _forward_staged(
         step_bytes = part_bytes(name, vector > 1, (groups - 1) * stride + slab)
         b_bytes = threads * per_thread * compute_itemsize(name) if b_in_shared else 0
         static_bytes = staged_static_bytes(name, cluster) + b_bytes
-        slack = ODD_SLACK_BYTES if access.odd else 0
+        slack = ODD_SLACK_BYTES if access in ODD else 0
         w_bytes = divide_up(slab * compute_itemsize(name), 16) * 16  # copied behind the ring, where there is room
         for blocks in counts_to_try(at_once // threads):
             room = device.shared_bytes // blocks - static_bytes - slack
@@ -344,8 +354,8 @@ def _forward_staged(
                 paced = forward_keeps_pace(problem.norm, held, cluster, vector > 1, full=slab == per_thread * group)
                 draws_short = _draws_short_rows(problem, vector, held, gaps, device)
                 part = takes_part(name, held)
-                if access.odd:
-                    access = odd_access(problem, groups, alike)
+                if access in ODD:
+                    access = odd_access(problem, groups, odd)
                 staged = staged_definitions(
                     per_thread, cluster, part, paced, gaps=gaps, draws=draws_short, access=access
                 )

@@ -18,13 +18,13 @@ from .backward import (
     may_fill_lanes,
     may_form_gangs,
     may_keep_pace,
-    may_turn_rows,
     part_of_warp_lanes,
     widening_definitions,
 )
 from .common import (
     CLUSTERS,
-    ODD_IN_WORDS,
+    ODD,
+    ODD_BY_ELEMENT,
     SINGLE,
     SMALL_BLOCK,
     WARP,
@@ -32,6 +32,7 @@ from .common import (
     Choice,
     Device,
     Kind,
+    PartLanes,
     accesses,
     columns_per_thread,
     compute_name,
@@ -82,19 +83,17 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             return (*staged_choice(kind[1], kind[2], kind[4], cluster, device), *filling)
 
         parts = part_of_warp_lanes(x, vector, SINGLE, choices(1, device), device)
-        may_turn = functools.partial(may_turn_rows, vector, SINGLE)
-        turns = {n: sorted({may_turn((n, lanes)) for lanes in _lanes_between(*parts[n])}) for n in parts}
-        for per_thread, turned in ((n, turned) for n in parts for turned in turns[n]):
-            direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, True, turned))
+        for per_thread in parts:
+            direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, True))
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
         short_of = functools.partial(has_short_rows, x, vector)
         of_staged = functools.partial(_staged_variants, "backward_staged", definitions, x, device, choices)
-        summing = [*of_staged(turns, SINGLE, functools.partial(may_keep_pace, kind, SINGLE), short_of)]
+        summing = [*of_staged(parts, SINGLE, functools.partial(may_keep_pace, kind, SINGLE), short_of)]
         for access in accesses(x, dy, vector, device):
-            not_turned = {n: [False] for n in part_of_warp_lanes(x, vector, access, choices(1, device), device)}
-            summing += of_staged(not_turned, access, functools.partial(may_keep_pace, kind, access), short_of)
-            for per_thread in () if access == ODD_IN_WORDS else (columns_per_thread(x), *not_turned):
-                part = per_thread in not_turned
+            parts = part_of_warp_lanes(x, vector, access, choices(1, device), device)
+            summing += of_staged(parts, access, functools.partial(may_keep_pace, kind, access), short_of)
+            for per_thread in (columns_per_thread(x), *parts) if _may_be_direct(access) else ():
+                part = per_thread in parts
                 direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, part, access=access))
                 yield Variant("backward_direct.cu", ("backward_direct",), direct)
         if may_form_gangs(x, dy, vector, device):
@@ -121,11 +120,11 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
 
         many: list[Variant] = []
         for access in (SINGLE, *accesses(x, None, vector, device)):
-            turns = {n: [False] for n in forward_part_of_warp_lanes(x, vector, access, choices(1, device), device)}
-            of_rows = turns, access, paced, lambda *_: False
+            parts = forward_part_of_warp_lanes(x, vector, access, choices(1, device), device)
+            of_rows = parts, access, paced, lambda *_: False
             many += _staged_variants("forward_staged", definitions, x, device, choices, *of_rows)
-            for per_thread in () if access in (SINGLE, ODD_IN_WORDS) else (columns_per_thread(x), *turns):
-                direct = (*definitions, *direct_forward_definitions(per_thread, per_thread in turns, access))
+            for per_thread in (columns_per_thread(x), *parts) if access != SINGLE and _may_be_direct(access) else ():
+                direct = (*definitions, *direct_forward_definitions(per_thread, per_thread in parts, access))
                 yield Variant("forward.cu", ("forward_direct",), direct)
         yield from many
         of_few = {forward_few_rows_definitions(variant.definitions) for variant in many}
@@ -139,6 +138,11 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         yield Variant("widen_w.cu", ("widen_w",), widening_definitions(x))
     for x, streaming in product(FLOAT_NAMES, (False, True)):
         yield Variant("triad.cu", ("triad",), triad_definitions(x, streaming))
+
+
+def _may_be_direct(access: Access) -> bool:
+    """Whether the direct route has rows so accessed."""
+    return access not in ODD or access == ODD_BY_ELEMENT
 
 
 def _lanes_between(least: int, most: int) -> Iterator[int]:
@@ -161,30 +165,29 @@ def _staged_variants(
     x: str,
     device: Device,
     choice_of: Callable[[int, Device], Choice],
-    turns: dict[int, list[bool]],
+    parts: PartLanes,
     access: Access,
     paced_of: Callable[[tuple[int, int], int, bool], bool],
     short_of: Callable[[int, int], bool],
 ) -> Iterator[Variant]:
-    """One for every pair of columns a thread and blocks a cluster, two where only some rows keep pace, are short, are
-    turned, or have gaps between them. `turns` has the columns a thread of rows of a part of a warp."""
+    """One for every pair of columns a thread and blocks a cluster, two where only some rows keep pace, are short, or
+    have gaps between them."""
     if not device.has_clusters:
         return
     clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
     pairs = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
-    parts = {(n, 1, True) for n in turns}
-    if access.odd:
+    if access in ODD:
         pairs = {(n, cluster) for n, cluster in pairs if cluster == 1}
     pairs = pairs if has_long_rows(x, access) else set()
     wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
-    for per_thread, cluster, part in sorted(wholes | parts):
+    for per_thread, cluster, part in sorted(wholes | {(n, 1, True) for n in parts}):
         warp_or_less = part or per_thread <= columns_per_thread(x)
-        groups = (1, WARP // 2, WARP) if part else (1, WARP) if warp_or_less else (WARP, 2 * WARP)
+        groups = (*_lanes_between(*parts[per_thread]),) if part else (1, WARP) if warp_or_less else (WARP, 2 * WARP)
         paces = sorted({paced_of((per_thread, g), cluster, full) for g, full in product(groups, (False, True))})
         fills_warp = WARP * per_thread  # as the blocks of clusters all do
         least_columns = (1, fills_warp) if cluster == 1 and not part else (fills_warp,)
-        shorts = sorted({not access.odd and short_of(per_thread, n) for n in least_columns})
+        shorts = sorted({access not in ODD and short_of(per_thread, n) for n in least_columns})
         gaps = (False, True) if warp_or_less and cluster == 1 else (False,)
-        for paced, short, gap, turned in product(paces, shorts, gaps, turns[per_thread] if part else (False,)):
-            staged = staged_definitions(per_thread, cluster, part, paced, short, gap, turned=turned, access=access)
+        for paced, short, gap in product(paces, shorts, gaps):
+            staged = staged_definitions(per_thread, cluster, part, paced, short, gap, access=access)
             yield Variant(f"{kernel}.cu", (kernel,), (*definitions, *staged))
