@@ -77,6 +77,7 @@ struct BackwardArguments {
     short lead;             // of Pace, in quarters of a step; 0: no pace is kept
     short step_counters;    // a power of two
     bool read_once;         // x and dy need not stay in the L2 cache
+    unsigned char log2_apart;  // of the rows of a warp: BlockShare::spread
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 

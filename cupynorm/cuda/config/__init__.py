@@ -22,6 +22,7 @@ from .common import (
     Device,
     ForwardConfig,
     Grid,
+    log2_apart,
 )
 from .few_rows import (
     FEW_ROWS_ARGUMENTS,
@@ -85,6 +86,7 @@ __all__ = [
     "forward_walkers",
     "grid",
     "least_steps",
+    "log2_apart",
     "meeting_bytes",
     "pace",
     "partial_row_stride",

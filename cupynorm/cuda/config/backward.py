@@ -11,9 +11,11 @@ from .common import (
     CLUSTERS,
     ITEMSIZE,
     LONG_LEAST_STEPS,
+    NARROW_LARGE_BLOCKS,
     ODD,
     ODD_BY_ELEMENT,
     ODD_IN_WORDS,
+    ODD_LARGE_BLOCKS,
     ODD_SLACK_BYTES,
     SINGLE,
     SMALL_BLOCK,
@@ -90,7 +92,7 @@ NARROW_PART_OF_WARP_LANES: dict[int, PartLanes] = {
 }
 
 # And of odd rows.
-ODD_PART_OF_WARP_LANES: PartLanes = {12: (4, 32), 20: (8, 16)}
+ODD_PART_OF_WARP_LANES: PartLanes = {12: (4, 32), 20: (8, 16), 24: (8, 16)}
 
 # Columns a thread, in place of 32, of LayerNorm with db, x and dy of one type: from so many threads a row on and in
 # clusters of up to so many blocks, by bytes of x's type. Of 16 bits where they cover a block's columns, in accesses of
@@ -165,7 +167,7 @@ SPLIT_THREADS = 256
 # H100, RMSNorm, 1 GB, eight blocks, N=1024 with gaps of 512: 568 → 359 us).
 MOST_BLOCKS_A_COUNTER = {"rmsnorm": 2, "layernorm": 1}
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
-BACKWARD_ARGUMENTS = "12P4q8i7h?x"  # struct BackwardArguments in backward.cuh
+BACKWARD_ARGUMENTS = "12P4q8i7h?B"  # struct BackwardArguments in backward.cuh
 
 # On a multiprocessor, not eight, of RMSNorm's rows of one warp, 32 single columns of 16 bits a thread, where memory is
 # fast, in launches of so many steps and more (an H100 with 92 multiprocessors, 700 MB, 1001: 270 → 256 us).
@@ -274,7 +276,7 @@ def _staged(
             continue
         if may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, slab, held, name):
             held = STAGED_FILLING_COLUMNS, held[1]
-        paced = may_keep_pace(kind, access, held, cluster, full=slab == held[0] * held[1])
+        paced = may_keep_pace(kind, access, held, cluster, full=slab == held[0] * held[1], device=device)
         split = _Split(kind, *held, cluster, slab, several and cluster == 1, gaps, paced, access, odd)
         if config := _staged_blocks(problem, split, definitions, device):
             return config
@@ -373,7 +375,9 @@ def _staged_config(
     _, name, dy_name, _, vector = kind
 
     def most_threads(keeps_pace: bool) -> int:
-        return STAGED_MAX_THREADS if largest else _block_threads(kind, per_thread, keeps_pace)
+        few_lanes = access != SINGLE and group < WARP
+        large = few_lanes and (ODD_LARGE_BLOCKS if access in ODD else NARROW_LARGE_BLOCKS)
+        return STAGED_MAX_THREADS if largest or large else _block_threads(kind, per_thread, keeps_pace)
 
     least_steps = _pace_least_steps(split, device)
     most_groups = groups_in_block(most_threads(paced), group, problem.rows) if several else 1
@@ -426,7 +430,7 @@ def _staged_config(
     return None
 
 
-def may_keep_pace(kind: Kind, access: Access, held: tuple[int, int], cluster: int, full: bool) -> bool:
+def may_keep_pace(kind: Kind, access: Access, held: tuple[int, int], cluster: int, full: bool, device: Device) -> bool:
     """Whether walkers keep pace in long launches; not where a row is shorter than a thread's columns.
 
     `held` is what short_row() or staged_threads() chose; `full` says that the lanes of every block, but perhaps the
@@ -439,7 +443,8 @@ def may_keep_pace(kind: Kind, access: Access, held: tuple[int, int], cluster: in
     norm, x, dy, sums_db, vector = kind
     per_thread, group = held
     if access != SINGLE:
-        return has_whole_warps(x, held) and (norm == "rmsnorm" or per_thread >= PACED_NARROW_LEAST_COLUMNS)
+        fast_enough = norm == "rmsnorm" or per_thread >= PACED_NARROW_LEAST_COLUMNS
+        return has_whole_warps(x, held) and (fast_enough or (access in ODD and device.has_slow_memory))
     if not vector or (group == 1 and not full):
         return False
     if not sums_db:

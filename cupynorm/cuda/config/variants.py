@@ -115,7 +115,9 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             direct = (*definitions, *direct_forward_definitions(per_thread, True))
             yield Variant("forward.cu", ("forward_direct",), direct)
 
-        def paced(held: tuple[int, int], cluster: int, full: bool, norm: str = norm, vector: bool = vector) -> bool:
+        def paced(
+            held: tuple[int, int], cluster: int, full: bool, _: Device, norm: str = norm, vector: bool = vector
+        ) -> bool:
             return forward_keeps_pace(norm, held, cluster, vector, full)
 
         many: list[Variant] = []
@@ -167,13 +169,14 @@ def _staged_variants(
     choice_of: Callable[[int, Device], Choice],
     parts: PartLanes,
     access: Access,
-    paced_of: Callable[[tuple[int, int], int, bool], bool],
+    paced_of: Callable[[tuple[int, int], int, bool, Device], bool],
     short_of: Callable[[int, int], bool],
 ) -> Iterator[Variant]:
     """One for every pair of columns a thread and blocks a cluster, two where only some rows keep pace, are short, or
     have gaps between them."""
     if not device.has_clusters:
         return
+    devices = device, device._replace(memory_gbps=1)  # memory as fast as it may be, and slow
     clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
     pairs = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
     if access in ODD:
@@ -183,11 +186,12 @@ def _staged_variants(
     for per_thread, cluster, part in sorted(wholes | {(n, 1, True) for n in parts}):
         warp_or_less = part or per_thread <= columns_per_thread(x)
         groups = (*_lanes_between(*parts[per_thread]),) if part else (1, WARP) if warp_or_less else (WARP, 2 * WARP)
-        paces = sorted({paced_of((per_thread, g), cluster, full) for g, full in product(groups, (False, True))})
+        asked = product(groups, (False, True), devices)
+        paces = {paced_of((per_thread, lanes), cluster, full, of_speed) for lanes, full, of_speed in asked}
         fills_warp = WARP * per_thread  # as the blocks of clusters all do
         least_columns = (1, fills_warp) if cluster == 1 and not part else (fills_warp,)
         shorts = sorted({access not in ODD and short_of(per_thread, n) for n in least_columns})
         gaps = (False, True) if warp_or_less and cluster == 1 else (False,)
-        for paced, short, gap in product(paces, shorts, gaps):
+        for paced, short, gap in product(sorted(paces), shorts, gaps):
             staged = staged_definitions(per_thread, cluster, part, paced, short, gap, access=access)
             yield Variant(f"{kernel}.cu", (kernel,), (*definitions, *staged))
