@@ -77,7 +77,6 @@ struct BackwardArguments {
     short lead;             // of Pace, in quarters of a step; 0: no pace is kept
     short step_counters;    // a power of two
     bool read_once;         // x and dy need not stay in the L2 cache
-    unsigned char log2_apart;  // of the rows of a warp: BlockShare::spread
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 
@@ -388,9 +387,9 @@ __device__ void first_half(Sums<Compute>* row_sums, ColumnSums* column_sums, int
     if constexpr (kRowSums && kSumsByVector) row_sums->add(of_vector);
 }
 
-// The second half, for one vector: dx, where it is to be stored.
+// The second half, for one vector: dx.
 template <int kCount>
-__device__ void second_half(X* dx, Held store, int k, const XVector& x_packed, const DyVector& dy_packed,
+__device__ XVector second_half(int k, const XVector& x_packed, const DyVector& dy_packed,
                             const Weights<kCount>& weights, const RowStatistics& row, const RowCoefficients& coefficients) {
     Compute x[kVector], dy[kVector];
     const Compute(&w)[kVector] = weights.own[k];
@@ -400,5 +399,5 @@ __device__ void second_half(X* dx, Held store, int k, const XVector& x_packed, c
     for (int v = 0; v < kVector; ++v) x[v] = coefficients.dx(dy[v], w[v], x[v], row);
     XVector packed;
     packed.pack(x);
-    store_held<true>(packed, dx, store);
+    return packed;
 }

@@ -196,7 +196,8 @@ template <bool kWholeThreads> __device__ void write_rows(const FewRowsArguments&
     X* const dx = a.dx + int64(own.row) * a.dx_row_stride;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-        second_half(dx + own.at(i), own.holds(i), i, x[i], dy[i], w, row, coefficients);
+        const XVector packed = second_half(i, x[i], dy[i], w, row, coefficients);
+        if (own.holds(i)) packed.store_streaming(dx + own.at(i));
     }
 }
 

@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
         for (int k = 0; k < kVectors; ++k) {
             if (own.holds(k)) {
                 first_half<false, true>(&sums, &column_sums, k, x[k], dy[k], w, statistics);
-                if (a.dx) second_half(dx + own.at(k), true, k, x[k], dy[k], w, statistics, coefficients);
+                if (a.dx) second_half(k, x[k], dy[k], w, statistics, coefficients).store_streaming(dx + own.at(k));
             }
         }
         column_sums.row_done(kThreads);

@@ -47,7 +47,6 @@ struct ForwardArguments {
     int drawn_steps;     // staged route: those that are drawn
     short lead;          // staged route: of Pace, in quarters of a step; 0: no pace is kept
     short step_counters;
-    short log2_apart;    // staged route: of the rows of a warp: BlockShare::spread
 };
 static_assert(sizeof(ForwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 

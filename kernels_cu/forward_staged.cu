@@ -55,8 +55,10 @@ constexpr int kBytesOfColumn = (kBInShared ? 1 : 2) * int(sizeof(Compute)) + 2 *
 constexpr int kRegisters = kColumnsPerThread * kBytesOfColumn / 4 + (kLayerNorm ? 78 : 62);
 constexpr int kVectorsAtOnce = kRegisters <= 128 ? 512 : kRegisters <= 170 ? 384 : kMaxThreads;
 constexpr bool kMoreSingles = kLayerNorm && sizeof(X) == 2 && !PART_OF_WARP;
+constexpr bool kLacksRegisters = ODD_ROWS == 3 && kLayerNorm && kColumnsPerThread == 20 && PART_OF_WARP;
 constexpr bool kFewSingles = sizeof(X) > 2 && kColumnsPerThread * sizeof(Compute) == 64;
 constexpr int kSinglesAtOnce = sizeof(X) == 8 || kFewSingles || __CUDA_ARCH__ >= 1000      ? kMaxThreads
+                               : kLacksRegisters                                           ? 384
                                : kColumnsPerThread <= (kMoreSingles ? 24 : 20)             ? 512
                                : kColumnsPerThread <= (kMoreSingles ? 32 : 24)             ? 384
                                                                                            : kMaxThreads;
@@ -202,12 +204,13 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     load_columns(as_loaded(w), w_ahead.source, a.w_code, [&](int i) { return loaded_column(own, i); });
     bias.settle();
 
+    RowWriter<false> writer(own, a.y + (walk.first + share.group) * a.y_row_stride);
     const RowMoments<SumExchange<false>> moments(a, own, exchange);
     RingPlace place;
     Kept kept[kVectors], kept_before[kVectors];
     Sums<Compute> posted, posted_before;
     int64 row = walk.first + share.group;  // of the step before
-    const auto y_of_row = [&] { return a.y + row * a.y_row_stride + share.first_column + own.first; };
+    const auto y_of_row = [&] { return writer.begin(a.y + row * a.y_row_stride + share.first_column, own); };
     X* y = y_of_row();
     // The sums of step j, then y of the step before it.
     for (int j = 0, more = true; more; ++j) {
@@ -238,8 +241,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                 Compute b[kVector];
                 bias.get(k, b);
                 const Vector packed = normalized(kept_before[k], statistics, w[k], b);
-                store_held<false>(packed, y + k * own.step(), active ? held.of(k, at.holds(k)) : Held(0));
+                writer.put(y, at, k, packed, active && (kOddRows || at.holds(k)));
             }
+            writer.finish(y, at, active);
             if (active && share.thread == 0 && share.rank == 0) {
                 a.rstd[row] = statistics.rstd;
                 if constexpr (kLayerNorm) a.mean[row] = statistics.mean;

@@ -82,7 +82,6 @@ struct BlockShare : BlockColumns {
           group(groups > 1 ? (kWholeWarps ? warp * 32u : threadIdx.x) >> log2_of(a.group_threads) : 0),
           thread(threadIdx.x - group * a.group_threads), team(kMaxTeams > 1 ? warp / kTeamWarps : 0),
           team_group(0), team_rows(groups), team_column(0), team_columns(columns) {
-        if constexpr (!VECTOR && !kWholeWarps) spread(log2_of(a.group_threads), a.log2_apart);
         team_thread = threadIdx.x - team * kTeamThreads;
         const int threads = minimum(kTeamThreads, blockDim.x - team * kTeamThreads);
         team_warps = threads >> 5;
@@ -97,15 +96,6 @@ struct BlockShare : BlockColumns {
             const int left = columns - team_column;
             team_columns = left < 0 ? 0 : minimum(left, threads * kColumnsPerThread);
         }
-    }
-
-private:
-    // Off 16 bytes, of the groups of a warp: their rows lie 2^log2_apart apart, not one behind the other, where what their lanes
-    // read at the same time lies in fewer banks so. Neighbouring rows of 129 begin 258 bytes apart, all in the same banks.
-    __device__ void spread(int log2_lanes, int log2_apart) {
-        const int log2_rows = 5 - log2_lanes, of_warp = group & ((1 << log2_rows) - 1);
-        const int others = warp & ((1 << log2_apart) - 1);
-        group = others + (of_warp << log2_apart) + (int(warp >> log2_apart) << (log2_apart + log2_rows));
     }
 };
 

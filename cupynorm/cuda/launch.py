@@ -154,7 +154,6 @@ class Backward:
             lead,
             step_counters,
             choose.reads_once(problem) and not column_blocks,  # these read what the walkers have read
-            choose.log2_apart(config, problem),
         )
 
     def _take_arguments(self, layout: str, *fixed: Any) -> None:
@@ -239,7 +238,6 @@ class Forward:
                 drawn_steps,
                 lead,
                 step_counters,
-                choose.log2_apart(config, problem),
             )
             return arguments, _kept.on_device[device_id]
 

@@ -167,6 +167,13 @@ void launch(Kernel kernel, const Arguments& arguments, int blocks_x, int blocks_
 template <class T> T __shfl_xor_sync(unsigned, T value, int distance) {
     return on_cpu::from_lane(value, threadIdx.x % 32 ^ distance);
 }
+// Of eight bytes, low ones first, those that the selector's digits name.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+    const unsigned long long bytes = (unsigned long long)high << 32 | low;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
 template <class T> T __shfl_sync(unsigned, T value, int lane, int width = 32) {
     return on_cpu::from_lane(value, int(threadIdx.x % 32) / width * width + lane % width);
 }

@@ -22,7 +22,6 @@ from .common import (
     Device,
     ForwardConfig,
     Grid,
-    log2_apart,
 )
 from .few_rows import (
     FEW_ROWS_ARGUMENTS,
@@ -86,7 +85,6 @@ __all__ = [
     "forward_walkers",
     "grid",
     "least_steps",
-    "log2_apart",
     "meeting_bytes",
     "pace",
     "partial_row_stride",

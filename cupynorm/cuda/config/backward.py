@@ -11,11 +11,9 @@ from .common import (
     CLUSTERS,
     ITEMSIZE,
     LONG_LEAST_STEPS,
-    NARROW_LARGE_BLOCKS,
     ODD,
     ODD_BY_ELEMENT,
     ODD_IN_WORDS,
-    ODD_LARGE_BLOCKS,
     ODD_SLACK_BYTES,
     SINGLE,
     SMALL_BLOCK,
@@ -167,7 +165,7 @@ SPLIT_THREADS = 256
 # H100, RMSNorm, 1 GB, eight blocks, N=1024 with gaps of 512: 568 → 359 us).
 MOST_BLOCKS_A_COUNTER = {"rmsnorm": 2, "layernorm": 1}
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
-BACKWARD_ARGUMENTS = "12P4q8i7h?B"  # struct BackwardArguments in backward.cuh
+BACKWARD_ARGUMENTS = "12P4q8i7h?x"  # struct BackwardArguments in backward.cuh
 
 # On a multiprocessor, not eight, of RMSNorm's rows of one warp, 32 single columns of 16 bits a thread, where memory is
 # fast, in launches of so many steps and more (an H100 with 92 multiprocessors, 700 MB, 1001: 270 → 256 us).
@@ -375,9 +373,7 @@ def _staged_config(
     _, name, dy_name, _, vector = kind
 
     def most_threads(keeps_pace: bool) -> int:
-        few_lanes = access != SINGLE and group < WARP
-        large = few_lanes and (ODD_LARGE_BLOCKS if access in ODD else NARROW_LARGE_BLOCKS)
-        return STAGED_MAX_THREADS if largest or large else _block_threads(kind, per_thread, keeps_pace)
+        return STAGED_MAX_THREADS if largest else _block_threads(kind, per_thread, keeps_pace)
 
     least_steps = _pace_least_steps(split, device)
     most_groups = groups_in_block(most_threads(paced), group, problem.rows) if several else 1

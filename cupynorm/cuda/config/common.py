@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -43,8 +42,6 @@ NARROW_LONG_ITEMSIZE = 2
 # Odd rows, which start or end at odd elements, of 16-bit types, a warp or less each, come in pairs of columns (ODD_ROWS
 # of element.cuh). All but the first and the last two of a thread's pairs are full, so not the shortest.
 ODD_ITEMSIZE, ODD_LEAST_COLUMNS, ODD_MOST_COLUMNS = 2, 33, 1280
-ODD_LARGE_BLOCKS = True
-NARROW_LARGE_BLOCKS = False
 ODD_SLACK_BYTES = 256  # of shared memory behind the ring: so far beyond a row its lanes may read
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48  # of a walker
@@ -53,7 +50,6 @@ PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48  # of a walker
 FORWARD_MORE_COLUMNS, FORWARD_MORE_COLUMNS_LEAST_WARPS = 40, 4
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 STEP_COUNTERS = 4  # kStepCounters of counters.cuh
-BANKS, BANK_BYTES = 32, 4  # of shared memory
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ELEMENT_CODES = {None: 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # enum ElementCode in element.cuh
 
@@ -172,12 +168,6 @@ def columns_of(definitions: tuple[str, ...]) -> int:
     return int(number)
 
 
-def access_elements(definitions: tuple[str, ...]) -> int:
-    """Of an access to shared memory, if rows do not come in vectors."""
-    words = any(text in definitions for access in (ODD_IN_WORDS, ODD_READ_IN_WORDS) for text in access.definitions)
-    return 2 if words else narrow_of(definitions)
-
-
 class Access(NamedTuple):
     """How a kernel reads and writes rows that do not come in vectors: NARROW_VECTOR and ODD_ROWS of element.cuh."""
 
@@ -291,28 +281,6 @@ def rows_lie_apart(config: BackwardConfig, problem: NormProblem) -> bool:
     """Whether gaps between rows leave a block one row a step, and so few warps; without gaps it would have several."""
     small = config.route == "staged" and config.slabs == config.groups == 1 and config.threads < STAGED_MAX_THREADS
     return small and have_gaps(problem, problem.x_row_stride, problem.dy_row_stride)
-
-
-def log2_apart(config: BackwardConfig | ForwardConfig, problem: NormProblem) -> int:
-    """Of the rows that the groups of a warp have, BlockShare::spread of staged.cuh: so that their lanes, which read at
-    the same time, meet in as few banks of shared memory as may be, and that as near as may be."""
-    lanes, access_bytes = config.group_threads, access_elements(config.definitions) * problem.x_dtype.itemsize
-    if lanes >= WARP or config.groups == 1 or "VECTOR=1" in config.definitions:
-        return 0
-    strides = (problem.x_row_stride, problem.dy_row_stride)[: 1 if problem.direction == "forward" else 2]
-    together = min(WARP, BANKS * BANK_BYTES // access_bytes)  # lanes that read in one go, if they do not meet
-
-    def goes(log2: int, stride: int) -> int:
-        """How many times as long those that read in one go take than where they do not meet."""
-        starts = [
-            (lane // lanes << log2) * stride * problem.x_dtype.itemsize + lane % lanes * access_bytes
-            for lane in range(together)
-        ]
-        words = {(start + part) // BANK_BYTES for start in starts for part in range(0, access_bytes, BANK_BYTES)}
-        return max(Counter(word % BANKS for word in words).values())
-
-    most = (config.groups * lanes // WARP).bit_length()
-    return min(range(most), key=lambda log2: sum(goes(log2, stride) for stride in strides))
 
 
 def data_bytes(problem: NormProblem) -> int:

@@ -6,11 +6,9 @@ from ...problem import NormProblem
 from .common import (
     CLUSTERS,
     ITEMSIZE,
-    NARROW_LARGE_BLOCKS,
     ODD,
     ODD_BY_ELEMENT,
     ODD_IN_WORDS,
-    ODD_LARGE_BLOCKS,
     ODD_SLACK_BYTES,
     SINGLE,
     SMALL_BLOCK,
@@ -144,7 +142,7 @@ FORWARD_COLUMNS_PER_THREAD = {"rmsnorm": (24, 32, 40, 48), "layernorm": (24, 32,
 
 # RMSNorm's in clusters of eight and sixteen that have no room for the row otherwise.
 FORWARD_MANY_COLUMNS_PER_THREAD = 64
-FORWARD_ARGUMENTS = "7P4qd9i3h0q"  # struct ForwardArguments in forward.cuh
+FORWARD_ARGUMENTS = "7P4qd9i2h"  # struct ForwardArguments in forward.cuh
 
 
 def forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Device) -> Choice:
@@ -336,10 +334,7 @@ def _forward_staged(
         at_once = _forward_threads_at_once(problem.norm, name, vector > 1, access, held, b_in_shared, device)
         if cluster == 1 and group == WARP and not several:
             at_once = min(at_once, FORWARD_APART_WARPS * WARP)
-        large = per_thread == columns_per_thread(name) or (
-            access != SINGLE and group < WARP and (ODD_LARGE_BLOCKS if access in ODD else NARROW_LARGE_BLOCKS)
-        )
-        block_threads = 8 * WARP if large else 4 * WARP
+        block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
         groups = groups_in_block(block_threads, group, problem.rows) if cluster == 1 and several else 1
         threads = groups * group
         step_bytes = part_bytes(name, vector > 1, (groups - 1) * stride + slab)
