@@ -80,6 +80,7 @@ struct BackwardArguments {
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 
+constexpr bool kDxInWords = ODD_ROWS == 1;
 using XVector = RowVector<X, kVector>;
 using DyVector = RowVector<Dy, kVector>;
 

@@ -199,9 +199,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     // sources, is read by others, which in clusters have met by a barrier that orders nothing else.
     if constexpr (kSumsColumns || (PACED && kClustered)) __syncthreads();
 
-    X* dx = a.dx + first_row * a.dx_row_stride + share.first_column;
-    RowWriter<true> writer(own, dx);
-    dx = writer.begin(dx, own);
+    X* dx = a.dx + first_row * a.dx_row_stride + share.first_column + own.first;
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
     ColumnSums column_sums(shared, threadIdx.x, blockDim.x, own);
     const auto publish = [&](const Columns& at) {  // the sums are in the columns' order again
@@ -223,11 +221,11 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     // The second half of step j, which is `before`.
     const auto write_dx = [&](int j, const Columns& at, Exchange::Asked asked) {
         const RowCoefficients coefficients(exchange.collect(j, before.posted, asked), reciprocal_columns, before.row);
-        if ((!kSumsColumns || a.dx) && (kCrosses || before.active)) {
+        if ((!kSumsColumns || a.dx) && before.active) {
             staged_row(before.place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool holds) {
-                writer.put(dx, at, k, second_half(k, x, dy, w, before.row, coefficients), kOddRows ? before.active : holds);
+                const XVector packed = second_half(k, x, dy, w, before.row, coefficients);
+                store_held<true, kDxInWords>(packed, dx + at.offset(k), held.of(k, holds));
             });
-            writer.finish(dx, at, before.active);
         }
         dx += walk.step * a.dx_row_stride;
     };

@@ -130,44 +130,6 @@ struct PairsHeld {
     __device__ Held of(int vector, bool holds) const { return kOddRows ? Held(of(vector)) : Held(holds); }
 };
 
-// Writes a thread's vectors of a row, one after the other. With kCrosses what is written may begin at another half of a word than
-// what was read: then each word holds the second column of one pair and the first of the next, whose lane writes both.
-template <bool kStreaming> struct RowWriter {
-    int crosses, lane, lanes;
-    PairsHeld held;  // of what is written
-    unsigned before;
-
-    // `row` is one of the group's.
-    template <class T>
-    __device__ RowWriter(const Columns& own, const T* row)
-        : crosses(kCrosses ? shift_of_row(row) ^ own.shift : 0), lane(threadIdx.x & (own.lanes - 1)), lanes(own.lanes),
-          held(own.begun_earlier(crosses)), before(0) {}
-
-    // Where the thread's first vector begins, as what is written has them, of a row that begins there.
-    template <class T> __device__ T* begin(T* row, const Columns& own) const { return row + own.first - crosses; }
-    // `first` is what begin() found. `holds`: whether the vector is there; of an odd row, whether the row is. Lanes of all rows
-    // of a warp call this.
-    template <class T, class Vector> __device__ void put(T* first, const Columns& at, int k, Vector packed, bool holds) {
-        Held own = held.of(k, holds);
-        if (kOddRows && !holds) own = Held(0);
-        if constexpr (kCrosses) {
-            const unsigned from = __shfl_sync(0xffffffffu, packed.words[0], threadIdx.x + lanes - 1, lanes);
-            const unsigned previous = lane == 0 ? before : from;
-            before = from;
-            packed.words[0] = __byte_perm(previous, packed.words[0], crosses ? 0x5432 : 0x7654);
-        }
-        store_held<kStreaming>(packed, first + at.offset(k), own);
-    }
-    // When all of a row have been put: the last lane's second column of its last pair.
-    template <class T> __device__ void finish(T* first, const Columns& at, bool holds) {
-        if constexpr (kCrosses) {
-            const int place = at.offset(kVectors);
-            const bool has = crosses && lane == 0 && at.first + place <= at.count;
-            if (holds && has) first[place] = {(unsigned short)(before >> 16)};
-        }
-    }
-};
-
 // The sum of a thread's chains, the same whether its row is shifted or not. Where it is the first columns of pairs are the second
 // ones of the pairs before: those of the next lane, which the last finds in the first.
 template <bool kBoth, class S, int kCount> __device__ S sum_chains(const S (&sums)[kCount], const Columns& own) {

@@ -136,12 +136,12 @@ __device__ inline float64 fused(float64 a, float64 b, float64 c) { return __fma_
 // columns.cuh). A row has the same bits in all three.
 //   1: pairs are words of memory as they lie, so that those of a row which starts at an odd element begin one before it (kShifts):
 //      x, dy and dx of a row start at the same half of a word, and so do all rows of a group
-//   2: the same, but dx (forward y) may start at the other half; it is written in words all the same (kCrosses)
+//   2: the same, but dx (forward y) may start at the other half: dx is written element by element, y by RowWriter of forward_row.cuh
 //   3: all start anywhere, and go element by element
 #ifndef ODD_ROWS
 #define ODD_ROWS 0
 #endif
-constexpr bool kOddRows = ODD_ROWS > 0, kShifts = ODD_ROWS == 1 || ODD_ROWS == 2, kCrosses = ODD_ROWS == 2;
+constexpr bool kOddRows = ODD_ROWS > 0, kShifts = ODD_ROWS == 1 || ODD_ROWS == 2;
 
 template <int kBytes> struct WordOf { using type = uint4; };
 template <> struct WordOf<8> { using type = uint2; };
@@ -262,14 +262,16 @@ template <class T> __device__ void load_held(OddPair<T>& pair, const T* source, 
 template <class T, int V> __device__ void keep_held(Packed<T, V>&, bool) {}
 template <class T> __device__ void keep_held(OddPair<T>& pair, unsigned held) { pair.words[0] &= held; }
 
-template <bool kStreaming, class T, int V> __device__ void store_held(const Packed<T, V>& vector, T* target, bool held) {
+// kInWords: where all of a pair is held, and the target is a multiple of four bytes.
+template <bool kStreaming, bool kInWords, class T, int V> __device__ void store_held(const Packed<T, V>& vector, T* target, bool held) {
     if (!held) return;
     if constexpr (kStreaming) vector.store_streaming(target);
     else vector.store(target);
 }
-template <bool kStreaming, class T> __device__ void store_held(const OddPair<T>& pair, T* target, unsigned held) {
-    if (kShifts && held == ~0u) {
-        store_held<kStreaming, T, 2>(pair, target, true);
+template <bool kStreaming, bool kInWords, class T>
+__device__ void store_held(const OddPair<T>& pair, T* target, unsigned held) {
+    if (kInWords && held == ~0u) {
+        store_held<kStreaming, kInWords, T, 2>(pair, target, true);
     } else {
         if (held & 0xffffu) target[0] = {(unsigned short)(pair.words[0] & 0xffffu)};
         if (held >> 16) target[1] = {(unsigned short)(pair.words[0] >> 16)};

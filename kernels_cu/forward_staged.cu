@@ -204,7 +204,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     load_columns(as_loaded(w), w_ahead.source, a.w_code, [&](int i) { return loaded_column(own, i); });
     bias.settle();
 
-    RowWriter<false> writer(own, a.y + (walk.first + share.group) * a.y_row_stride);
+    RowWriter writer(own, a.y + (walk.first + share.group) * a.y_row_stride);
     const RowMoments<SumExchange<false>> moments(a, own, exchange);
     RingPlace place;
     Kept kept[kVectors], kept_before[kVectors];
@@ -241,7 +241,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                 Compute b[kVector];
                 bias.get(k, b);
                 const Vector packed = normalized(kept_before[k], statistics, w[k], b);
-                writer.put(y, at, k, packed, active && (kOddRows || at.holds(k)));
+                writer.put(y, at, k, packed, active);
             }
             writer.finish(y, at, active);
             if (active && share.thread == 0 && share.rank == 0) {
