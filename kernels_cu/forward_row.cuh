@@ -147,7 +147,7 @@ struct RowWriter {
     // Where the thread's first vector begins, as what is written has them, of a row that begins there.
     __device__ X* begin(X* row, const Columns& own) const { return row + own.first - crosses; }
     // `first` is what begin() found; `active` says whether the row is there. By all lanes of a warp.
-    __device__ void put(X* first, const Columns& at, int k, Vector packed, bool active) {
+    template <class V> __device__ void put(X* first, const Columns& at, int k, V packed, bool active) {
         if constexpr (kCrosses) {
             const unsigned from = __shfl_sync(0xffffffffu, packed.words[0], threadIdx.x + lanes - 1, lanes);
             const unsigned previous = lane == 0 ? before : from;
@@ -157,7 +157,7 @@ struct RowWriter {
         store_held<false, kShifts>(packed, first + at.offset(k), active ? held.of(k, at.holds(k)) : Held(0));
     }
     // When all of a row have been put: the last lane's second column of its last pair.
-    __device__ void finish(X* first, const Columns& at, bool active) const {
+    template <class T> __device__ void finish(T* first, const Columns& at, bool active) const {
         if constexpr (kCrosses) {
             const int place = at.offset(kVectors);
             const bool has = crosses && lane == 0 && at.first + place <= at.count;
