@@ -9,7 +9,7 @@
 // is at work, where the registers hold two.
 #include "backward.cuh"
 
-// Compile-time switch: MAX_THREADS, 256, or for longer rows 512, with single columns 384: what leaves a thread the registers
+// Compile-time switch: MAX_THREADS, 256, or for longer rows 512, off 16 bytes 384: what leaves a thread the registers
 // that it needs.
 constexpr int kMaxThreads = MAX_THREADS;
 

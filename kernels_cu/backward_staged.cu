@@ -103,7 +103,7 @@ constexpr bool kFillsBlock = kColumnsPerThread == 28 && !kClustered && sizeof(X)
 
 // Whether the second halves of the last two steps (where nobody meets, of the last one) come behind the partial row, in a
 // loop of their own. LayerNorm with db gains where registers are few, in clusters (N=14336, 1 GB, 248 → 246 us), where pace is
-// kept (N=8192, 100 MB, 39.6 → 37.9; not with 24 columns: 3 to 6% more at 6 MB), and with single columns (12289, 100 MB, 44.4 →
+// kept (N=8192, 100 MB, 39.6 → 37.9; not with 24 columns: 3 to 6% more at 6 MB), and off 16 bytes (12289, 100 MB, 44.4 →
 // 43.8). It takes some 10% longer to compile. Larger types were not timed.
 constexpr bool kHoldsBack = kSumsColumns && kLayerNorm && kWantDb && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps && !kGang &&
                             (kClustered || !VECTOR || (kColumnsPerThread > 24 && PACED && !kFillsBlock));
@@ -113,7 +113,7 @@ constexpr int kBehind = kGang ? kGangBehind : 1;
 
 // Else, whether the partial row is on its way before the last of the block's dx, which is written meanwhile: N=16384, 25 MB,
 // 17.7 → 16.8 us. Not where the compiler takes more registers for it (LayerNorm, 32 columns: 254, not 218),
-// nor with single columns in parts of a warp (N=129 64.9 → 66.2).
+// nor off 16 bytes in parts of a warp (N=129 64.9 → 66.2).
 constexpr bool kPublishesInLoop = !kHoldsBack && (VECTOR ? kSplitsRows || !kWantDb : kWholeWarps && !kWantDb);
 
 // Steps that are asked for first of all, which a ring has room for. RMSNorm gains by two (100 MB 0.9% on average), LayerNorm, an

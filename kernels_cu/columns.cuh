@@ -31,8 +31,8 @@ constexpr bool kManyColumns = kColumnsPerThread * int(sizeof(Compute)) > 160;
 // Off 16 bytes, of whole warps: a question for each access, whether it is there, would cost as much as the work on it.
 constexpr bool kReadsAll = !VECTOR && kWholeWarps && !SHORT_ROWS && !kOddRows;
 
-// Of an odd row all of a thread's pairs are columns of the row but, perhaps, in the first pair and in the last two: config/odd.py
-// chooses so many columns a thread. Which, PairsHeld says.
+// Of an odd row all of a thread's pairs are columns of the row but, perhaps, in the first pair and in the last two: so the columns a
+// thread are chosen (access_of() of config/common.py). Which of these are, PairsHeld says.
 constexpr int kLastPairs = 2;
 static_assert(!kOddRows || (kVector == 2 && kVectors > kLastPairs && CLUSTER == 1 && !GANG), "pairs of whole rows");
 
@@ -91,7 +91,7 @@ struct Columns {
         copy.first -= columns;
         return copy;
     }
-    // The same, but found anew where it is used: kept over the rows, the places of all of a thread's single columns, or of
+    // The same, but found anew where it is used: kept over the rows, the places of all of a thread's columns off 16 bytes, or of
     // many, would fill its registers.
     __device__ Columns found_anew() const {
         Columns copy = *this;

@@ -5,7 +5,7 @@
 // by butterflies.
 #include "forward.cuh"
 
-constexpr int kMaxThreads = VECTOR && !PART_OF_WARP ? 512 : 256;  // single or many columns take more registers a thread
+constexpr int kMaxThreads = VECTOR && !PART_OF_WARP ? 512 : 256;  // off 16 bytes, and of many columns, a thread takes more registers
 
 extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(const ForwardArguments a) {
     __shared__ GroupSum<Compute, kMaxThreads / 32> group_sum;

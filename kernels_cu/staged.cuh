@@ -14,9 +14,9 @@
 // Compile-time switches, beside COLUMNS_PER_THREAD and VECTOR:
 //   CLUSTER  blocks of a cluster                  GANG   1: rows are split over gangs, CLUSTER is 1
 //   PACED    1: walkers keep pace in long launches (struct Pace)
-//   ROW_GAPS  1: there are gaps between a block's rows, of a warp or less. A kernel for both would take longer with single
-//             columns, whose place in x and dy it finds twice: without gaps N=129 476 → 530 us, LayerNorm 257 392 → 434 (1 GB,
-//             an H100)
+//   ROW_GAPS  1: there are gaps between a block's rows, of a warp or less. A kernel for both would take longer off 16 bytes,
+//             where it finds each column's place in x and in dy: in single columns, without gaps, N=129 476 → 530 us,
+//             LayerNorm 257 392 → 434 (1 GB, an H100)
 //
 // Expects Compute, kVector and Columns.
 #pragma once
@@ -39,7 +39,7 @@ constexpr bool kClustered = kCluster > 1, kGang = GANG;
 constexpr bool kSplitsRows = kClustered || kGang;  // over several blocks
 static_assert(!kGang || (kCluster == 1 && VECTOR && kWholeWarps && sizeof(Compute) == 4), "what gangs were made for");
 static_assert(!ROW_GAPS || (!kWholeWarps && !kSplitsRows), "of longer rows in vectors a block has one, where there are gaps");
-// Whether there may be gaps between a block's rows. Of single columns in whole warps in any case: a warp's lanes all have the
+// Whether there may be gaps between a block's rows. Off 16 bytes in whole warps in any case: a warp's lanes all have the
 // same row, whose place in x and in dy takes no register for each column (152 registers at N=1001, 157 so).
 constexpr bool kHasGaps = ROW_GAPS || (!VECTOR && kWholeWarps && !kSplitsRows);
 constexpr int kMaxStages = 8;

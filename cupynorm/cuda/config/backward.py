@@ -71,26 +71,24 @@ STAGED_MOST_RING_BYTES = 128 << 10
 # In flight on a multiprocessor: see _ring_bytes().
 STAGED_RING_BYTES, STAGED_LARGE_RING_BYTES = 112 << 10, 128 << 10
 
-# In vectors or single columns, by bytes of x's type (1 GB, LayerNorm, N=384: 265 → 249 us; an H100, 129: 579 → 520).
-STAGED_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
-    True: {2: {24: (1, 16)}},
-    False: {},
-}
+# In vectors, by bytes of x's type (1 GB, LayerNorm, N=384: 265 → 249 us).
+STAGED_PART_OF_WARP_LANES: dict[int, PartLanes] = {2: {24: (1, 16)}}
 
-# Rows of a warp or less with gaps between them: several are copied at once, with the gaps, where strides are on average
-# at most so many times as long as rows, by whether they come in vectors; else they take the direct route (an H100, 300
-# MB, LayerNorm, N=512 with gaps of 64: 148 → 119 us).
-MOST_COPIED_GAPS = {True: {"rmsnorm": 1.17, "layernorm": 1.5}, False: {"rmsnorm": 2.5, "layernorm": 2.5}}
-
-# The same, of 16-bit types, by the elements of an access: NARROW_VECTORS of common.py (1 GB, LayerNorm, N=76, with
-# sixteen lanes of 12 columns and four of 20: 341 → 260 us).
+# Of 16-bit types, by the elements of an access, where there are several: NARROW_VECTORS of common.py (1 GB, LayerNorm,
+# N=76, with eight lanes of 12 columns and four of 20: 341 → 260 us).
 NARROW_PART_OF_WARP_LANES: dict[int, PartLanes] = {
     4: {12: (4, 32), 20: (2, 16)},
     2: {12: (4, 32), 20: (4, 16)},
 }
 
-# And of odd rows.
+# And of odd rows (an H100 with 92 multiprocessors, 700 MB, 161, with sixteen lanes of 12 columns and eight of 24: 371 →
+# 279 us).
 ODD_PART_OF_WARP_LANES: PartLanes = {12: (4, 32), 20: (8, 16), 24: (8, 16)}
+
+# Rows of a warp or less with gaps between them: several are copied at once, with the gaps, where strides are on average
+# at most so many times as long as rows, by whether they come in vectors; else they take the direct route (an H100, 300
+# MB, LayerNorm, N=512 with gaps of 64: 148 → 119 us).
+MOST_COPIED_GAPS = {True: {"rmsnorm": 1.17, "layernorm": 1.5}, False: {"rmsnorm": 2.5, "layernorm": 2.5}}
 
 # Columns a thread, in place of 32, of LayerNorm with db, x and dy of one type: from so many threads a row on and in
 # clusters of up to so many blocks, by bytes of x's type. Of 16 bits where they cover a block's columns, in accesses of
@@ -109,7 +107,7 @@ STAGED_MOST_COLUMNS_LAYERNORM, STAGED_MOST_COLUMNS_CLUSTER = {40: 8448}, 2
 # 246 → 242 us). LayerNorm from 12 on lost at some lengths.
 PACE_LEAST_STEPS = {"rmsnorm": 12, "layernorm": 24}
 PACED_PART_LEAST_THREADS = 8  # of a row: see may_keep_pace()
-PACED_NARROW_LEAST_COLUMNS = 32  # a thread
+PACED_NARROW_LEAST_COLUMNS = 32  # a thread, LayerNorm
 
 # How far ahead of the average a walker may be, backward (_lead() chooses), in quarters of a step: as many as make so
 # many bytes, of a step in all blocks of a multiprocessor, but no more than these (RMSNorm, 1 GB, 1024, with four, six,
@@ -158,7 +156,7 @@ GANG_STAGES = 4
 # Pace, quarters of a step, by whether memory is slow and by bytes of x's type (an H100, 131072, with five and none:
 # 338.0, 367.4 us; an H200, 262144: 265.4, 250.1).
 GANG_LEAD = {False: {2: 0, 4: 0}, True: {2: 5, 4: 6}}
-DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: vectors, single columns
+DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: in vectors, off 16 bytes
 SPLIT_THREADS = 256
 
 # Where more blocks than these share a multiprocessor, they count their steps in STEP_COUNTERS places, not in one (an
@@ -167,8 +165,8 @@ MOST_BLOCKS_A_COUNTER = {"rmsnorm": 2, "layernorm": 1}
 STATIC_SHARED_BYTES = 1024  # more than the direct and split kernels declare
 BACKWARD_ARGUMENTS = "12P4q8i7h?x"  # struct BackwardArguments in backward.cuh
 
-# On a multiprocessor, not eight, of RMSNorm's rows of one warp, 32 single columns of 16 bits a thread, where memory is
-# fast, in launches of so many steps and more (an H100 with 92 multiprocessors, 700 MB, 1001: 270 → 256 us).
+# On a multiprocessor, not eight, of RMSNorm's rows of one warp off 16 bytes, 32 columns of 16 bits a thread, where
+# memory is fast, in launches of so many steps and more (an H100 with 92 multiprocessors, 700 MB, 1001: 270 → 256 us).
 MANY_WARPS, MANY_WARPS_LEAST_STEPS = 12, 12
 
 WIDENING_ARGUMENTS = "2P2i"  # struct WideningArguments in widen_w.cu
@@ -315,7 +313,7 @@ def _gang(problem: NormProblem, definitions: tuple[str, ...], device: Device) ->
 
 
 def may_form_gangs(x: str, dy: str, vector: bool, device: Device) -> bool:
-    """Whether there are gangs beside clusters of over eight. Mixed types and single columns were not tried."""
+    """Whether there are gangs beside clusters of over eight. Mixed types and rows off 16 bytes were not tried."""
     return vector and x == dy and ITEMSIZE[x] <= 4 and device.has_large_shared_memory
 
 
@@ -433,8 +431,9 @@ def may_keep_pace(kind: Kind, access: Access, held: tuple[int, int], cluster: in
     last of a cluster, all hold as many columns. LayerNorm's loop with db is nearly as slow as memory, so that it loses
     where columns of a step are missing or fewer multiprocessors walk (24 columns a thread, 1 GB: 768 252.5 → 243.3 us;
     not full, 640 260 → 276; clusters of four 24576 251.1 → 263.5). Off 16 bytes in accesses of several elements longer
-    rows do, LayerNorm's with many columns (1004: 258.5 → 244.4, 4100: 261.9 → 245.1, but 700: 249.2 → 260.4). What was
-    not timed keeps no pace.
+    rows do, LayerNorm's with many columns (1004: 258.5 → 244.4, 4100: 261.9 → 245.1, but 700: 249.2 → 260.4), or where
+    memory is slow and rows are odd (an H100, 641: 357 → 338). Of these also what was not timed: on
+    compute capability 10.0, in clusters of sixteen, without db, for dx alone. Else what was not timed keeps no pace.
     """
     norm, x, dy, sums_db, vector = kind
     per_thread, group = held
@@ -603,7 +602,7 @@ def _takes_many_warps(split: _Split, device: Device) -> bool:
 
 
 def _takes_a_stage_more(split: _Split, device: Device) -> bool:
-    """Of whole warps with 32 or 36 single columns of 16 bits a thread, where memory is fast, four stages though three
+    """Of whole warps off 16 bytes, 32 or 36 columns of 16 bits a thread, where memory is fast, four stages though three
     have _ring_bytes(); RMSNorm where a row takes eight warps of a block.
 
     An H100 with 92 multiprocessors, 700 MB: 8191 271 → 250 us, LayerNorm 274 → 248; but RMSNorm 4095 257 → 263.
@@ -618,7 +617,7 @@ def part_of_warp_lanes(x: str, vector: bool, access: Access, choice: Choice, dev
     if access in ODD:
         return of_choice(ODD_PART_OF_WARP_LANES, choice, device)
     of_16_bits = access != SINGLE and ITEMSIZE[x] == 2
-    usual = STAGED_PART_OF_WARP_LANES[vector].get(ITEMSIZE[x], {})
+    usual = STAGED_PART_OF_WARP_LANES.get(ITEMSIZE[x], {}) if vector else {}
     return of_choice(NARROW_PART_OF_WARP_LANES[access.elements] if of_16_bits else usual, choice, device)
 
 
@@ -626,8 +625,8 @@ def _block_threads(kind: Kind, per_thread: int, keeps_pace: bool) -> int:
     """Of a block with several groups: as many as there may be, for fewer partial rows of dw and db, and one ring.
 
     RMSNorm, N=4096, 25 MB: 17.4 us with four warps, 16.9 with eight. But half as many where all would wait for each
-    other's copies (staged.cuh: a team is then a whole block), unless _has_short_steps() keeps pace, with the larger
-    ring of _ring_bytes(), or with STAGED_FILLING_COLUMNS. Of little data: _staged_blocks().
+    other's copies (staged.cuh: a team is then a whole block), unless _has_short_steps() keeps pace (in vectors with the
+    larger ring of _ring_bytes()), or with STAGED_FILLING_COLUMNS. Of little data: _staged_blocks().
     """
     _, x, _, _, vector = kind
     teams = vector and per_thread * compute_itemsize(x) >= 128

@@ -38,7 +38,7 @@ FEW_COLUMN_BLOCKS, FEW_COLUMN_BLOCKS_ROWS = 56, {False: (120, 100), True: (120, 
 # columns a thread where eight warps share one (50 MB, LayerNorm, 12288: 25.5 → 23.5 us). Where it is slow, by whether
 # db is summed and whether a block has one row, by columns a thread (an H100, 75 MB, LayerNorm, 12288: 39.5 → 36.8 us).
 # Column blocks must be many: with db, too few fall so far behind that they miss the L2 cache. The ..._ELSE are for
-# larger types, single columns and larger clusters.
+# larger types, rows off 16 bytes and larger clusters.
 LONG_COLUMN_BLOCKS_BYTES, LONG_COLUMNS = 60 << 20, 4096
 SLOW_COLUMN_BLOCKS_BYTES: dict[tuple[bool, bool], dict[int, int]] = {
     (False, True): {32: 105 << 20, 40: 105 << 20},  # where no lane is idle

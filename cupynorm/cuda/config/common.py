@@ -17,7 +17,7 @@ STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
 DX_ALONE = "DX_ALONE=1"  # a definition of backward_staged.cu
 
 # Columns a thread where a row takes whole warps, by whether in vectors and by the arithmetic's type. Several, so that
-# rows of any length fill the lanes of 1, 2, 4 or 8 warps; more of single columns, for which lanes without one take as
+# rows of any length fill the lanes of 1, 2, 4 or 8 warps; more off 16 bytes, where lanes without a column take as
 # long as the others (an H100, 1 GB, LayerNorm, N=601: 447 → 356 us).
 STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, tuple[int, ...]]] = {
     True: {"float32": (24, 32, 40), "float64": (16,)},
@@ -32,17 +32,20 @@ PartLanes = dict[int, tuple[int, int]]
 # 121.1 → 111.4 us; 256 with 64: 118.7 → 125.4, not there).
 MOST_COPIED_GAPS_LARGE = {True: 1.17, False: 1.25}
 
-# And of rows of whole warps, in single columns; in vectors each block has one of such rows.
+# And of rows of whole warps, off 16 bytes; in vectors each block has one of such rows.
 MOST_COPIED_GAPS_LONG = 1.1
+
 # Elements of an access of rows that start at multiples of 8 or 4 bytes, not 16, by bytes of x's type (1 GB, LayerNorm,
 # N=300 326 → 254 us, forward 292 → 194); of float32 only where a warp or less holds a row (4098: 252 → 262).
 NARROW_VECTORS = {2: (4, 2), 4: (2,)}
 NARROW_LONG_ITEMSIZE = 2
 
 # Odd rows, which start or end at odd elements, of 16-bit types, a warp or less each, come in pairs of columns (ODD_ROWS
-# of element.cuh). All but the first and the last two of a thread's pairs are full, so not the shortest.
+# of element.cuh). All but the first and the last two of a thread's pairs are full, so not the shortest (1 GB,
+# LayerNorm, 1001: 290 → 245 us, forward 229 → 177).
 ODD_ITEMSIZE, ODD_LEAST_COLUMNS, ODD_MOST_COLUMNS = 2, 33, 1280
 ODD_SLACK_BYTES = 256  # of shared memory behind the ring: so far beyond a row its lanes may read
+
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48  # of a walker
 

@@ -52,8 +52,8 @@ from .common import (
 )
 from .walkers import takes_at_least, usual_clusters
 
-# In vectors or single columns, by bytes of x's type. In vectors, 1 GB, LayerNorm: N=384 223 → 185 us, N=192 255 →
-# 183; with 32, N=256 194 → 177, but 512 177 → 185. Single columns: FORWARD_FEW_LANES.
+# In vectors or off 16 bytes, by bytes of x's type. In vectors, 1 GB, LayerNorm: N=384 223 → 185 us, N=192 255 →
+# 183; with 32, N=256 194 → 177, but 512 177 → 185.
 FORWARD_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
     True: {2: {24: (1, 16), 32: (1, 8)}, 4: {24: (1, 16), 32: (1, 8)}},
     False: {4: {12: (8, 32), 20: (16, 16)}},
@@ -66,12 +66,12 @@ FORWARD_NARROW_PART_OF_WARP_LANES: dict[int, PartLanes] = {
     2: {12: (4, 16), 20: (8, 16), 24: (8, 16)},
 }
 
-# And of odd rows.
+# And of odd rows: as there (an H100 with 92 multiprocessors, 700 MB, 129, with sixteen lanes and eight: 365, 236 us).
 FORWARD_ODD_PART_OF_WARP_LANES: PartLanes = {12: (4, 16), 20: (8, 16), 24: (8, 16)}
 
-# Single columns of 16-bit types: twice as many threads on a multiprocessor, with 24 columns a thread half as many more,
-# where as many lanes or more hold a row (an H100, 1 GB, LayerNorm, N=129: 787 → 482 us), and of several elements an
-# access where any do (1 GB, N=20: 348 → 241).
+# Single columns: twice as many threads on a multiprocessor, with 24 columns a thread half as many more, where as many
+# lanes or more hold a row (an H100, 1 GB, LayerNorm, N=129: 787 → 482 us), and of several elements an access where any
+# do (1 GB, N=20: 348 → 241).
 FORWARD_FEW_LANES = 4
 
 # MOST_COPIED_GAPS of backward.py, for 16-bit types (an H100, 300 MB, N=512 with gaps of 64: 83.0 → 76.5 us; 256 with
@@ -108,7 +108,7 @@ APART_DRAWN_PARTS: dict[str, tuple[tuple[int, float], ...]] = {
 }
 SLOW_APART_DRAWN_PARTS: tuple[tuple[int, float], ...] = ((2 << 10, 1 / 8), (3 << 10, 1 / 4), (4 << 10, 3 / 8))
 
-# From so many steps a walker on; the latter of blocks alone, and of single columns (150 MB, RMSNorm, 1024, from sixteen
+# From so many steps a walker on; the latter of blocks alone, and off 16 bytes (150 MB, RMSNorm, 1024, from sixteen
 # on and from twelve on: 31.2, 30.2 us).
 DRAWN_LEAST_STEPS = 12, 16
 
