@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import re
 from dataclasses import replace
 from itertools import product
@@ -74,6 +75,11 @@ def blocks_at_once(chosen: config.BackwardConfig | config.ForwardConfig, device:
 def defined(chosen: config.BackwardConfig | config.ForwardConfig, name: str) -> int:
     (value,) = (text.removeprefix(f"{name}=") for text in chosen.definitions if text.startswith(f"{name}="))
     return int(value)
+
+
+def odd_way(chosen: config.BackwardConfig | config.ForwardConfig) -> int:
+    """ODD_ROWS of element.cuh; 0: these are no odd rows."""
+    return next((int(text[-1]) for text in chosen.definitions if text.startswith("ODD_ROWS=")), 0)
 
 
 def team_threads(vector: bool, column_bytes: int) -> int:
@@ -198,17 +204,17 @@ def test_28_columns_a_thread_in_place_of_32(columns, name, cluster, per_thread):
     ("name", "columns", "per_thread", "lanes"),
     [
         ("bfloat16", 16, 16, 1),
-        ("bfloat16", 17, 16, 2),  # 12 take four lanes or more
-        *(("bfloat16", columns, 12, 4) for columns in (33, 48)),
-        ("float16", 49, 16, 4),
+        ("bfloat16", 17, 16, 2),
+        *(("bfloat16", columns, 12, 4) for columns in (33, 47)),
+        *(("float16", columns, 16, 4) for columns in (48, 49)),  # from an odd element on 48 take one more
         ("bfloat16", 65, 12, 8),
         ("float16", 97, 16, 8),
-        *(("bfloat16", columns, 20, 8) for columns in (129, 160)),
-        ("float16", 161, 12, 16),
+        *(("bfloat16", columns, 20, 8) for columns in (129, 159)),
+        *(("float16", columns, 24, 8) for columns in (160, 161)),
         ("bfloat16", 193, 16, 16),
-        *(("bfloat16", columns, 20, 16) for columns in (257, 320)),
-        *(("float16", columns, 12, 32) for columns in (321, 384)),
-        ("bfloat16", 385, 16, 32),
+        *(("bfloat16", columns, 20, 16) for columns in (257, 319)),
+        *(("float16", columns, 24, 16) for columns in (320, 321, 383)),
+        *(("bfloat16", columns, 16, 32) for columns in (384, 385, 512)),
         *(("float32", columns, 16, lanes) for columns, lanes in ((33, 4), (65, 8), (257, 32), (350, 32))),
         *(("float64", columns, 8, lanes) for columns, lanes in ((33, 8), (129, 32))),
     ],
@@ -230,10 +236,12 @@ def test_short_rows_off_16_bytes_leave_few_lanes_without_a_column(name, columns,
     [
         ("bfloat16", 17, 16, 2, 256),  # few lanes
         ("bfloat16", 33, 12, 4, 512),
-        ("float16", 129, 12, 16, 512),
+        ("float16", 129, 20, 8, 512),
+        ("float16", 161, 24, 8, 384),
         ("bfloat16", 193, 16, 16, 512),
         ("bfloat16", 257, 20, 16, 512),
-        *(("float16", columns, 24, 16, 384) for columns in (321, 384)),
+        *(("float16", columns, 24, 16, 384) for columns in (321, 383)),
+        ("float16", 384, 16, 32, 512),
         ("bfloat16", 511, 16, 32, 512),
         ("float32", 33, 16, 4, 256),
         ("float32", 65, 12, 8, 512),
@@ -337,12 +345,11 @@ def test_rows_off_16_bytes_are_read_in_as_many_elements_as_they_allow(name, colu
     ],
 )
 def test_short_rows_of_several_elements_an_access(columns, alignment, backward_lanes, forward_lanes):
-    """Columns a thread and lanes; never turned. The forward pass has as many threads however few lanes hold a row."""
+    """Columns a thread and lanes. The forward pass has as many threads however few lanes hold a row."""
     for norm in ("rmsnorm", "layernorm"):
         problem = backward(columns, "bfloat16", "bfloat16", norm=norm, rows=1 << 20)
         chosen = config.backward_config(problem, alignment, DEVICES["sm_90"])
         assert (chosen.per_thread, chosen.group_threads) == backward_lanes
-        assert "TURN_ROWS=1" not in chosen.definitions
         chosen = config.forward_config(forward_of(problem), alignment, DEVICES["sm_90"])
         assert (defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads) == forward_lanes
         threads = chosen.threads * blocks_at_once(chosen, DEVICES["sm_90"])
@@ -367,7 +374,8 @@ def test_longer_rows_of_several_elements_an_access_keep_pace(columns, per_thread
         chosen = config.backward_config(problem, 8, DEVICES["sm_90"])
         assert chosen.per_thread == per_thread
         assert ("PACED=1" in chosen.definitions, chosen.lead > 0) == (paced, paced)
-        assert config.backward_config(problem, 2, DEVICES["sm_90"]).lead == 0  # single elements
+        of_elements = config.backward_config(problem, 2, DEVICES["sm_90"])
+        assert odd_way(of_elements) or of_elements.lead == 0
 
 
 def test_rmsnorm_forward_has_as_many_threads_in_several_elements_as_in_vectors():
@@ -399,9 +407,81 @@ def test_rows_start_at_multiples_of_what_their_strides_and_addresses_share() -> 
     ):
         strides = {"x_row_stride": x_stride, "dy_row_stride": x_stride, "out_row_stride": out_stride}
         problem = replace(backward(columns, "bfloat16", "bfloat16"), **strides)
-        assert launch._alignment(problem, offset) == expected, (columns, x_stride, out_stride, offset)
+        for offsets in product((0, offset), repeat=3):
+            if functools.reduce(operator.or_, offsets) == offset:
+                assert launch._alignment(problem, offsets, [0]) == expected, (columns, x_stride, out_stride, offsets)
+        # w and b matter only where they would be read in vectors.
+        assert launch._alignment(problem, [0, offset, 0], [2, 0]) == min(8, expected)
     wide = replace(backward(300, "bfloat16", "float32"), dy_row_stride=301)
-    assert launch._alignment(wide, 0) == 4
+    assert launch._alignment(wide, [0, 0, 0], [0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("offsets", "strides", "backward_way", "forward_way"),
+    [
+        ((0, 0, 0), (301, 301, 301), 1, 1),
+        ((2, 2, 2), (300, 300, 300), 1, 1),
+        ((2, 6, 14), (302, 300, 304), 1, 1),
+        ((2, 2, 0), (301, 301, 301), 2, 2),
+        ((0, 0, 0), (301, 301, 300), 2, 2),
+        ((0, 2, 0), (301, 301, 301), 3, 1),
+        ((0, 0, 0), (301, 302, 301), 3, 1),
+        ((0, 0, 2), (301, 302, 301), 3, 2),
+    ],
+)
+def test_odd_rows_are_read_in_words_where_they_start_alike(offsets, strides, backward_way, forward_way) -> None:
+    """x and dy at the same half of a word; dx, or y, there or not."""
+    launch = pytest.importorskip("cupynorm.cuda.launch", exc_type=ImportError)
+    named = dict(zip(("x_row_stride", "dy_row_stride", "out_row_stride"), strides, strict=True))
+    problem = replace(backward(300, "bfloat16", "bfloat16"), **named)
+    assert launch._odd_access(problem, offsets).odd == backward_way
+    assert launch._odd_access(forward_of(problem), (offsets[0], offsets[2])).odd == forward_way
+    assert launch._odd_access(replace(problem, want_dx=False), offsets).odd == (3 if backward_way == 3 else 1)
+    # A single row has no stride that counts.
+    ways = [
+        launch._odd_access(replace(problem, rows=1), offsets).odd
+        for problem in (problem, backward(300, "float16", "float16"))
+    ]
+    assert ways[0] == ways[1]
+
+
+@pytest.mark.parametrize("which", ["sm_90", "sm_90_slow", "sm_100"])
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_odd_rows_of_a_warp_or_less_come_in_pairs(name, which):
+    """All of a thread's pairs are columns but in the first and the last two: what the kernels take for granted. And a row is
+    split alike however its company lies, so that it has the same bits."""
+    device = DEVICES[which]
+    ends = {n + m for n in (33, 48, 64, 96, 128, 160, 192, 256, 320, *range(384, 1300, 128)) for m in (-1, 0, 1)}
+    for columns, norm in product(sorted(ends | {*range(1, 1300, 31)}), ("rmsnorm", "layernorm")):
+        dense = backward(columns, name, name, norm=norm, rows=1 << 16)
+        pairs = 33 <= (columns | 1) <= 1280 and columns not in (512, 640, 768, 896, 1024, 1152, 1280)
+        splits = set[tuple[int, ...]]()
+        for gap, odd in product((0, 1, 2, 9 * columns), config.common.ODD):
+            problem = replace(dense, x_row_stride=columns + gap, dy_row_stride=columns + gap)
+            for chosen in (
+                config.backward_config(problem, 2, device, odd),
+                config.forward_config(forward_of(problem), 2, device, odd),
+            ):
+                of_backward = isinstance(chosen, config.BackwardConfig)
+                direct = chosen.route == "direct" if of_backward else chosen.kernel == "forward_direct"
+                way = odd_way(chosen)
+                assert (way > 0) == pairs, (columns, gap, odd)
+                if not pairs:
+                    continue
+                each, lanes = defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads
+                splits.add((of_backward, each, lanes))
+                strides = problem.x_row_stride % 2 or columns % 2
+                assert way == (3 if direct or (chosen.groups == 1 and strides) else odd.odd), (columns, gap, odd)
+                for words in (columns + 1) // 2, (columns + 2) // 2:  # that hold a row, wherever it starts
+                    assert lanes * (each // 2 - 2) <= words - (columns % 2 == 0 and words > columns // 2), (
+                        columns,
+                        chosen,
+                    )
+                assert columns + 1 - columns % 2 <= lanes * each
+                if not direct:
+                    ring = chosen.shared_bytes - config.common.ODD_SLACK_BYTES
+                    assert ring >= chosen.stages * config.common.part_bytes(name, False, chosen.groups * columns)
+        assert len(splits) == 2 * pairs, columns
 
 
 @pytest.mark.parametrize(
@@ -444,40 +524,6 @@ def test_a_stage_more_off_16_bytes_where_memory_is_fast(norm, columns, name, sta
     problem = backward(columns, name, name, norm=norm)
     found = tuple(config.backward_config(problem, 2, DEVICES[which]).stages for which in ("sm_90", "sm_90_slow"))
     assert found == stages
-
-
-@pytest.mark.parametrize("gaps", [(0, 0), (1, 1), (40, 40), (1, 18)])
-def test_a_warps_rows_are_turned_where_that_spreads_them_over_the_banks(gaps):
-    """What lanes read at the same time: of each row the same column of their quarters, by all of the row's lanes."""
-
-    def conflicts(stride: int, lanes: int, per_thread: int, turn: int) -> int:
-        banks = [set() for _ in range(32)]
-        for lane in range(32):
-            row, place = divmod(lane, lanes)
-            word = (row * stride + (row * turn % 4 * (per_thread // 4) * lanes) + place) * 2 // 4
-            banks[word % 32].add(word)
-        return max(map(len, banks))
-
-    for columns in range(1, 513):
-        strides = [columns + gap for gap in gaps]
-        problem = replace(backward(columns, "bfloat16", "bfloat16"), x_row_stride=strides[0], dy_row_stride=strides[1])
-        chosen = config.backward_config(problem, 2, DEVICES["sm_90"])
-        turn, lanes, per_thread = config.turn_of_rows(chosen, problem), chosen.group_threads, chosen.per_thread
-        assert ("TURN_ROWS=1" in chosen.definitions) == ((per_thread, lanes) in {(12, 8), (20, 8), (20, 16)}), columns
-        if "TURN_ROWS=1" not in chosen.definitions:
-            assert turn == 0, columns
-            continue
-        found = [sum(conflicts(stride, lanes, per_thread, other) for stride in strides) for other in range(4)]
-        assert found[turn] == min(found), columns
-        assert turn == 0 or found[turn] < found[0], columns
-    problems = [backward(columns, "bfloat16", "bfloat16") for columns in (65, 90, 129, 133, 147, 141, 257)]
-    turns = [config.turn_of_rows(config.backward_config(p, 2, DEVICES["sm_90"]), p) for p in problems]
-    assert turns == [1, 0, 1, 2, 3, 0, 1]
-
-
-def apart(columns: int, name: str, rows: int, norm: str, gap: int = 64) -> NormProblem:
-    dense = backward(columns, name, name, rows=rows, norm=norm)
-    return replace(dense, x_row_stride=columns + gap, dy_row_stride=columns + gap)
 
 
 @pytest.mark.parametrize(
@@ -715,8 +761,10 @@ def test_short_rows_are_those_that_leave_a_warp_columns_to_read(norm, aligned):
         for columns in (129, 512, 513, 1000, 1023, 1024, 1025, 1279, 1280, 1281, 4095, 10241, 65537, 131073, 262145)
         for problem in [backward(columns, "bfloat16", "bfloat16", norm=norm)]
     }
-    short = {513, 1000, 1023, 1025, 1279} if not aligned else {513, 1023, 1025, 1279}
-    assert {columns for columns, is_short in found.items() if is_short} == short
+    assert not any(found.values()), "odd rows ask for their last pairs alone"
+    mixed = replace(backward(1000, "bfloat16", "float16", norm=norm))
+    chosen = config.backward_config(mixed, 16 if aligned else 2, DEVICES["sm_90"])
+    assert ("SHORT_ROWS=1" in chosen.definitions) == (not aligned)
 
 
 @pytest.mark.parametrize(("x", "dy"), [*((x, x) for x in DTYPES), ("float32", "bfloat16"), ("bfloat16", "float64")])
@@ -727,7 +775,11 @@ def test_no_warp_reads_single_columns_that_are_not_there(device, x, dy):
         chosen = config.backward_config(backward(columns, x, dy, norm=norm), 2, device)
         per_thread = chosen.per_thread
         part = "PART_OF_WARP=1" in chosen.definitions
-        if chosen.route == "staged" and per_thread > config.common.columns_per_thread(x) and not part:
+        if (
+            chosen.route == "staged"
+            and per_thread > config.common.columns_per_thread(x)
+            and not (part or odd_way(chosen))
+        ):
             last = columns - (chosen.cluster - 1) * chosen.slab_columns
             reads_beyond = min(last, chosen.slab_columns) < 32 * per_thread
             assert ("SHORT_ROWS=1" in chosen.definitions) == reads_beyond, (columns, norm)
@@ -1704,6 +1756,9 @@ def test_who_keeps_pace(name):
         chosen = config.backward_config(problem, 16, hopper)
         wanted = chosen.route == "staged" and columns % 8 == 0 and columns >= config.common.columns_per_thread(name)
         wanted &= norm == "rmsnorm" or columns in PACED_LAYERNORM[name]
+        wanted |= (
+            odd_way(chosen) > 0 and chosen.per_thread > (16 if norm == "rmsnorm" else 28) and chosen.group_threads == 32
+        )
         assert (chosen.lead > 0) == (wanted and not chosen.gang), (norm, columns)
         forward = forward_of(problem)
         chosen = config.forward_config(forward, 16, hopper)
@@ -1737,7 +1792,8 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
                 gang = "GANG=1" in chosen.definitions and not device.has_slow_memory
                 assert "PACED=1" not in chosen.definitions or gang or (idle and chosen.kernel == "forward_staged")
                 continue
-            assert {"PACED=1", "VECTOR=1"} <= set(chosen.definitions), (columns, aligned)
+            assert "PACED=1" in chosen.definitions, (columns, aligned)
+            assert "VECTOR=1" in chosen.definitions or odd_way(chosen), (columns, aligned)
             part = norm == "layernorm" and {"COLUMNS_PER_THREAD=24", "PART_OF_WARP=1"} <= set(chosen.definitions)
             slow = device.has_slow_memory and DTYPES[name].itemsize == 2 and "GANG=1" not in chosen.definitions
             usual = config.backward.SLOW_PACE_LEAST_STEPS if slow else config.backward.PACE_LEAST_STEPS[norm]
@@ -2047,6 +2103,13 @@ def test_slow_memory_changes_no_sum_of_a_row(norm, name):
             continue
         for other in chosen:
             same = {"lead": 0, "paced_steps": 0, "stages": 0, "shared_bytes": 0, "threads": 0, "step_counters": 0}
+            paced = {
+                text for text in other.definitions if text == "PACED=1" and odd_way(other)
+            }  # where memory is slow alone
+            kept_definitions = tuple(text for text in other.definitions if text not in paced)
+            usual = tuple(text for text in chosen[0].definitions if text not in paced)
+            assert kept_definitions == usual, (columns, aligned)
+            same["definitions"] = ()
             assert other._replace(**same) == chosen[0]._replace(**same), (columns, aligned)
         chosen = [config.forward_config(forward_of(problem), 16 if aligned else 2, device) for device in (fast, slow)]
         kept = [[text for text in one.definitions if text != "DRAW_SHORT_ROWS=1"] for one in chosen]
