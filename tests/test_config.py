@@ -448,8 +448,8 @@ def test_odd_rows_are_read_in_words_where_they_start_alike(offsets, strides, bac
 @pytest.mark.parametrize("which", ["sm_90", "sm_90_slow", "sm_100"])
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_odd_rows_of_a_warp_or_less_come_in_pairs(name, which):
-    """All of a thread's pairs are columns but in the first and the last two: what the kernels take for granted. And a row is
-    split alike however its company lies, so that it has the same bits."""
+    """All of a thread's pairs are columns but in the first and the last two: what the kernels take for granted. And a
+    row is split alike however its company lies, so that it has the same bits."""
     device = DEVICES[which]
     ends = {n + m for n in (33, 48, 64, 96, 128, 160, 192, 256, 320, *range(384, 1300, 128)) for m in (-1, 0, 1)}
     for columns, norm in product(sorted(ends | {*range(1, 1300, 31)}), ("rmsnorm", "layernorm")):
@@ -524,6 +524,11 @@ def test_a_stage_more_off_16_bytes_where_memory_is_fast(norm, columns, name, sta
     problem = backward(columns, name, name, norm=norm)
     found = tuple(config.backward_config(problem, 2, DEVICES[which]).stages for which in ("sm_90", "sm_90_slow"))
     assert found == stages
+
+
+def apart(columns: int, name: str, rows: int, norm: str, gap: int = 64) -> NormProblem:
+    dense = backward(columns, name, name, rows=rows, norm=norm)
+    return replace(dense, x_row_stride=columns + gap, dy_row_stride=columns + gap)
 
 
 @pytest.mark.parametrize(
