@@ -225,6 +225,41 @@ def test_rows_off_16_bytes_in_accesses_of_several_elements(norm: str, x: str, ro
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("x", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        *(
+            (1, 33),
+            (9, 33),
+            (500001, 33),
+            (200000, 45),
+            (300001, 65),
+            (90, 77),
+            (150000, 95),
+            (100001, 129),
+            (777, 129),
+        ),
+        *((80000, 161), (70001, 193), (60000, 257), (333, 257), (40001, 321), (40000, 385), (30001, 511), (30000, 513)),
+        *(
+            (20001, 641),
+            (1, 801),
+            (20000, 801),
+            (20001, 1001),
+            (500, 1001),
+            (20000, 1023),
+            (15001, 1151),
+            (13001, 1279),
+        ),
+    ],
+)
+def test_odd_rows(norm: str, x: str, rows: int, columns: int) -> None:
+    """In pairs of columns; in long launches with pace, and with little data."""
+    check_both_passes(pytest.importorskip("cupy"), Case(norm, rows, columns, x, "float32", x, seed=columns))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("x", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("rows", "columns", "x_gap", "dy_gap"),

@@ -253,6 +253,59 @@ def test_a_short_row_has_the_same_bits_with_gaps_between_rows(xp: Any, case: Cas
             assert same_bits(one, other), f"gap {gap}"
 
 
+# Of x, dy and what is written: elements between rows, and before the first.
+STARTS = (
+    *(((0, 0),) * 3, ((0, 1),) * 3, ((1, 0),) * 3, ((2, 1),) * 3),  # at the same half of a word
+    *(((0, 1), (0, 1), (0, 0)), ((1, 0), (1, 0), (0, 0)), ((2, 0), (2, 0), (1, 1))),  # but for dx or y
+    *(((1, 0), (2, 0), (0, 0)), ((3, 0), (2, 1), (0, 1))),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [1, 61, 9000])
+@pytest.mark.parametrize("columns", [33, 45, 65, 129, 161, 257, 300, 321, 511, 514, 641, 801, 1001, 1100, 1279])
+def test_an_odd_row_has_the_same_bits_wherever_it_starts(norm: str, dtype: str, rows: int, columns: int) -> None:
+    """In whichever half of a word, and each array in its own; far from other rows; alone. Nothing is written beside."""
+    xp = pytest.importorskip("cupy")
+    tensors = make_tensors(xp, norm, (rows, columns), dtype)
+    found = []
+    for of_x, of_dy, of_out in (*STARTS, ((9 * columns, 1),) * 3)[0 if columns % 2 else 1 :]:
+        if rows == 1 and columns % 2 == 0 and not (of_x[1] or of_dy[1] or of_out[1]):
+            continue  # has no stride that counts
+        mine = replace(tensors, x=placed(xp, tensors.x, *of_x)[0], dy=placed(xp, tensors.dy, *of_dy)[0])
+        results = []
+        for work in (backward, forward):
+            target, memory = placed(xp, tensors.x, *of_out)
+            target.view(np.int16)[...] = -1
+            others = forward(norm, tensors)[1:] if work is forward else backward(norm, tensors, has_bias=True)[1:]
+            options = {"has_bias": True} if work is backward else {}
+            results += [work(norm, mine, out=(target, *others), **options)]
+            beside = xp.ones(memory.size, bool)
+            beside[of_out[1] :].reshape(rows, -1)[:, :columns] = False
+            assert bool((bits(memory)[beside] == bits(poisoned(xp, (1,), memory.dtype))).all()), "written beside"
+        found.append((results[0][0], *results[1]))
+        for one, other in zip(found[-1], found[0], strict=True):
+            assert same_bits(one, other), (of_x, of_dy, of_out)
+    if rows > 1:
+        row = slice(rows // 2, rows // 2 + 1)
+        alone = some_rows(tensors, row)
+        alone = replace(alone, x=placed(xp, alone.x, 0, 1)[0], dy=placed(xp, alone.dy, 0, 1)[0])
+        got = (backward(norm, alone, has_bias=True)[0], *forward(norm, alone))
+        for one, other in zip(got, found[0], strict=True):
+            assert same_bits(one, other[row])
+
+
+def placed(xp: Any, array: Any, gap: int, start: int) -> tuple[Any, Any]:
+    """The same rows, with so many elements between them and before the first, which are no numbers; all that memory."""
+    rows, columns = array.shape
+    memory = poisoned(xp, (rows * (columns + gap) + start,), array.dtype)
+    view = memory[start:].reshape(rows, columns + gap)[:, :columns]
+    view[...] = array
+    return view, memory
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("rows", "columns"),
