@@ -85,7 +85,12 @@ def choices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     made: list[Any] = []
     choose = config.backward_config
-    monkeypatch.setattr(config, "backward_config", lambda *given: made.append(choose(*given)) or made[-1])
+
+    def noted(*given: Any, **named: Any) -> Any:
+        made.append(choose(*given, **named))
+        return made[-1]
+
+    monkeypatch.setattr(config, "backward_config", noted)
     return made
 
 
