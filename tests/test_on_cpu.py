@@ -194,29 +194,61 @@ def test_few_rows_of_the_forward_pass(
     check_forward(case, tensors, run(device, results, "forward_few_rows"))
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize(("rows", "columns"), [(70, 133), (2600, 147), (1500, 257), (2000, 65)])
-def test_turned_rows_have_the_same_bits(
-    small_device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, norm: str, rows: int, columns: int
-) -> None:
-    """However far (kTurns of columns.cuh); dw and db, too, which come out of registers in another order."""
-    from cupynorm import dispatch
+def placed(device: KernelsOnCpu, array: Any, gap: int, start: int) -> Any:
+    """The same rows with so many elements between them and before the first, all bits of which are set."""
+    rows, columns = array.shape
+    memory = device.array((rows * (columns + gap) + start,), array.dtype)
+    values(memory).view(np.uint8)[...] = 0xFF
+    view = memory[start:].reshape(rows, columns + gap)[:, :columns]
+    values(view)[...] = array
+    device.ends_with(view)
+    return view
 
-    case = case_of(norm, rows, columns, "bfloat16")
-    tensors = on_device(small_device, make_case(np, case), 0)
+
+# Of x, dy and what is written: elements between rows, and before the first; and how they are read (ODD_ROWS).
+STARTS = (
+    *((((0, 0),) * 3, 1, 1), (((0, 1),) * 3, 1, 1), (((2, 1),) * 3, 1, 1)),
+    *((((0, 1), (0, 1), (0, 0)), 2, 2), (((1, 0), (1, 0), (0, 0)), 2, 2)),
+    *((((1, 0), (2, 0), (0, 0)), 3, 2), (((3, 0), (2, 1), (0, 1)), 3, 2)),
+)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("rows", "columns"), [(150, 129), (40, 1001)])
+def test_odd_rows_have_the_same_bits_wherever_they_start(
+    small_device: KernelsOnCpu, norm: str, rows: int, columns: int
+) -> None:
+    """Also alone, and far from others; nothing is read behind the last, or written beside them."""
+    device = small_device
+    case = case_of(norm, rows, columns)
+    tensors = make_case(np, case)
     found = []
-    for turn in range(4):
-        monkeypatch.setattr(config, "turn_of_rows", lambda *_, turn=turn: turn)
-        dispatch.plan_of.cache_clear()
-        results = backward(norm, tensors, has_bias=case.has_bias)
-        assert small_device.launched[-1].named().turn == turn
-        found.append(run(small_device, results, *STAGED))
-    for results in found[1:]:
-        assert_same_bits(results, found[0])
-    # With large gaps rows go by registers alone, and are not turned.
-    apart = on_device(small_device, make_case(np, case), 8 * columns)
-    results = backward(norm, apart, has_bias=case.has_bias)
-    assert_same_bits(run(small_device, results, "backward_direct")[:1], found[0][:1])
+    for (of_x, of_dy, of_out), *ways in (*STARTS, (((9 * columns, 1),) * 3, 3, 3)):
+        mine = replace(on_device(device, tensors), x=placed(device, tensors.x, *of_x))
+        mine = replace(mine, dy=placed(device, tensors.dy, *of_dy))
+        dx, y = (placed(device, np.full_like(tensors.x, np.nan), *of_out) for _ in range(2))
+        outs = (dx, *[None] * (1 + case.has_bias)), (y, *[None] * (1 + (norm == "layernorm")))
+        gradients = backward(norm, mine, has_bias=case.has_bias, out=outs[0])
+        names = device.run()
+        results = forward(norm, mine, out=outs[1])
+        for name, way in zip((*names, *device.run()), ways, strict=True):
+            assert f"ODD_ROWS={way}" in name or (columns > 512 and of_x[0] == 9 * columns), (name, of_x, of_dy, of_out)
+        for array in (dx, y):
+            memory = values(array.base)
+            beside = np.ones(memory.size, bool)
+            beside[of_out[1] :].reshape(rows, -1)[:, :columns] = False
+            assert (memory.view(np.uint16)[beside] == 0xFFFF).all(), "written beside the rows"
+        found.append(tuple(values(array).copy() for array in (gradients[0], *results)))
+        assert_same_bits(found[-1], found[0])
+        if len(found) == 1:
+            check_backward(case, tensors, tuple(values(array).copy() for array in gradients))
+    alone = Tensors(**{k: v if v is None or k in "wb" else v[7:8] for k, v in vars(tensors).items()})
+    mine = replace(on_device(device, alone), x=placed(device, alone.x, 0, 1), dy=placed(device, alone.dy, 0, 1))
+    results = backward(norm, mine, has_bias=case.has_bias)[:1]
+    device.run()
+    results += forward(norm, mine)
+    device.run()
+    assert_same_bits(tuple(values(array) for array in results), tuple(array[7:8] for array in found[0]))
 
 
 @pytest.mark.parametrize("norm", NORMS)
