@@ -128,8 +128,8 @@ ALLOWED_SPILLS = (
         "sm_80",
         ("LAYER_NORM=1", "X_TYPE=float16", "DY_TYPE=float64", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),
         44,
-        "By the disassembly: four of 128 registers, set before the first row, of which two are read in a row, one of them "
-        "twice, the others after the last. Not timed.",
+        "By the disassembly: four of 128 registers, set before the first row, of which two are read in a row, one of "
+        "them twice, the others after the last. Not timed.",
     ),
     Allowed(
         "backward_direct",
