@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cupynorm import bench, report
 
@@ -135,7 +135,9 @@ def kernels_of(row: Row) -> tuple[Kernel, ...]:
     mean = problem.ArraySpec((case.rows,), (statistic.itemsize,), statistic, 0)
     layernorm = case.norm == "layernorm"
     # Older trees ask whether rows start at multiples of 16 bytes.
-    aligned = row.alignment if hasattr(getattr(config, "common", None), "narrow_vector") else row.alignment == 16
+    common = getattr(config, "common", None)
+    aligned = row.alignment if hasattr(common, "narrow_vector") or hasattr(common, "access_of") else row.alignment == 16
+    named: dict[str, Any] = {}
     if case.backward:
         arrays = {"x": x, "w": w, "dy": x, "mean": mean if layernorm else None, "rstd": mean, "dresidual_out": None}
         found = problem.backward_problem(
@@ -147,7 +149,9 @@ def kernels_of(row: Row) -> tuple[Kernel, ...]:
             output_mask=row.output_mask,
             accumulate=False,
         )
-        backward = config.backward_config(found, aligned, device)
+        if hasattr(config, "ODD_IN_WORDS"):
+            named["odd"] = odd_access(found, (x.offset, x.offset, 0))
+        backward = config.backward_config(found, aligned, device, **named)
         kernels = [(f"backward_{backward.route}.cu", backward.definitions)]
         # Older trees have other names for it, or none, and no kernel for few rows.
         names = "unpaced_definitions", "column_blocks_definitions", "dx_alone_definitions"
@@ -161,10 +165,19 @@ def kernels_of(row: Row) -> tuple[Kernel, ...]:
     arrays = {"x": x, "w": w, "b": w if layernorm else None, "residual": None}
     outputs = (None,) * (3 if layernorm else 2)
     found = problem.forward_problem(case.norm, arrays, outputs, eps=1e-5, weight_offset=0.0)
-    forward = config.forward_config(found, aligned, device)
+    if hasattr(config, "ODD_IN_WORDS"):
+        named["odd"] = odd_access(found, (x.offset, 0))
+    forward = config.forward_config(found, aligned, device, **named)
     few_rows = getattr(config, "forward_few_rows_definitions", lambda _: None)(forward.definitions)
     of_few = [("forward_few_rows.cu", few_rows)] if few_rows else []
     return ((forward.file, forward.definitions), *of_few)
+
+
+def odd_access(found: Any, offsets: tuple[int, ...]) -> Any:
+    """How odd rows are accessed that start so: what is read, and what is written."""
+    from cupynorm.cuda import launch
+
+    return launch._odd_access(found, offsets)
 
 
 def compile_kernel(file: str, definitions: tuple[str, ...]) -> Made:

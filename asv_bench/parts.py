@@ -39,21 +39,24 @@ NO_SUMS = (
     ("exchange.collect(j, before.posted, asked)", "Sums<Compute>{Compute(0), Compute(0)}"),
     (
         """            if (now.active) {
-                staged_row(now.place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool) {
-                    first_half<true, kSumsColumns>(of_quarters[k / kQuarter], &column_sums, k, x, dy, w, now.row);
+                staged_row(now.place, j).for_each_vector(at, [&](int k, XVector x, DyVector dy, bool holds) {
+                    keep_held(x, held.of(k, holds));
+                    keep_held(dy, held.of(k, holds));
+                    first_half<true, kSumsColumns>(chains, &column_sums, k, x, dy, w, now.row);
                 });
             }
-            const Sums<Compute> partial = sum_quarters(of_quarters);
+            const Sums<Compute> partial = sum_chains<kLayerNorm>(chains, at);
             if constexpr (kGang) exchange.settle(j - kBehind, asked);
             now.posted = exchange.post(partial, j, share.thread);
 """,
-        "            now.posted = sum_quarters(of_quarters);\n",
+        "            now.posted = sum_chains<kLayerNorm>(chains, at);\n",
     ),
     ("        if constexpr (kGang) exchange.send(j, walk.end);\n", ""),
 )
 COPIES = (
     (
-        "second_half(dx + at.offset(k), holds, k, x, dy, w, before.row, coefficients);",
+        """const XVector packed = second_half(k, x, dy, w, before.row, coefficients);
+                store_held<true, kDxInWords>(packed, dx + at.offset(k), held.of(k, holds));""",
         """XVector sum;
                 const auto *a = reinterpret_cast<const unsigned*>(x.words);
                 const auto *b = reinterpret_cast<const unsigned*>(dy.words);
