@@ -673,7 +673,8 @@ def test_no_more_threads_at_once_than_kernels_have_registers_for(tmp_path: Path)
         capability, x, norm, db, vector, per_thread = case
         device, kind = config.Device((capability, 0), 132, 232448), (norm, x, x, db, vector)
         assert config.backward._threads_at_once(kind, per_thread, device) <= int(most), case
-        split = config.backward._Split(kind, per_thread, 32, 1, 32 * per_thread, True, False, False, 1)
+        accesses = config.common.SINGLE, config.common.ODD_IN_WORDS
+        split = config.backward._Split(kind, per_thread, 32, 1, 32 * per_thread, True, False, False, *accesses)
         if config.backward._takes_many_warps(split, device):
             assert int(most) == 32 * config.backward.MANY_WARPS, case
 
