@@ -80,7 +80,6 @@ struct BackwardArguments {
 };
 static_assert(sizeof(BackwardArguments) == ARGUMENT_BYTES, "the Python side packs the same struct");
 
-constexpr bool kDxInWords = ODD_ROWS == 1;
 using XVector = RowVector<X, kVector>;
 using DyVector = RowVector<Dy, kVector>;
 
@@ -181,7 +180,7 @@ struct ColumnSums {
     // sums into the second level.
     __device__ void row_done(int group_threads, bool complete = false) {
         if (++rows_since_flush < kRowsPerFlush && !complete) return;
-        if constexpr (kShifts) {
+        if (kShifts && group_threads != threads) {
             shift_back(dw);
             if constexpr (kWantDb) shift_back(db);
         }
@@ -202,7 +201,7 @@ struct ColumnSums {
 #pragma unroll 1  // the second time its instructions are there
             for (int output = 0; output < (kWantDb ? 2 : 1); ++output) {
                 Compute* const sums = output ? target.db : target.dw;
-                if (sums) write_groups(sums, output ? outer_db() : outer, own, group_threads);
+                if (sums) write_groups(sums, output ? outer_db() : outer, own.in_order(), group_threads);
             }
         }
     }
@@ -216,8 +215,8 @@ private:
         fill_columns(db, Compute(0));
     }
 
-    // To the order of the columns: the second of a pair is the first of the next pair, which the next lane has, or the first lane
-    // in its next pair.
+    // To the order of the columns, in which groups can be added up: the second of a pair is the first of the next pair, which the
+    // next lane has, or the first lane in its next pair.
     __device__ void shift_back(Level& level) const {
         const bool last = (thread & (lanes - 1)) == lanes - 1;
         Compute next = __shfl_sync(0xffffffffu, level[0][0], thread + 1, lanes);

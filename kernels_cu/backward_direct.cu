@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) backward_direct(con
             for (int k = 0; k < kVectors; ++k) {
                 const Held store = row < a.rows ? held.of(k, at.holds(k)) : Held(0);
                 const XVector packed = second_half(k, current.x[k], current.dy[k], w, current.statistics, coefficients);
-                store_held<true, kDxInWords>(packed, dx + at.at(k), store);
+                store_held<true>(packed, dx + at.at(k), store);
             }
         }
         if (row < a.rows) column_sums.row_done(a.group_threads);

@@ -199,11 +199,13 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     // sources, is read by others, which in clusters have met by a barrier that orders nothing else.
     if constexpr (kSumsColumns || (PACED && kClustered)) __syncthreads();
 
-    X* dx = a.dx + first_row * a.dx_row_stride + share.first_column + own.first;
+    X* const first_dx = a.dx + first_row * a.dx_row_stride + share.first_column;
+    RowWriter writer(own, held, first_dx);
+    X* dx = writer.begin(first_dx, own);
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
     ColumnSums column_sums(shared, threadIdx.x, blockDim.x, own);
-    const auto publish = [&](const Columns& at) {  // the sums are in the columns' order again
-        return publish_columns(a, column_sums, share.walker, share.first_column, at.in_order(), a.group_threads);
+    const auto publish = [&](const Columns& at) {
+        return publish_columns(a, column_sums, share.walker, share.first_column, at, a.group_threads);
     };
     const auto staged_row = [&](const RingPlace& place, int j) {
         const char* const at = ring.place(place.stage);
@@ -221,11 +223,12 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     // The second half of step j, which is `before`.
     const auto write_dx = [&](int j, const Columns& at, Exchange::Asked asked) {
         const RowCoefficients coefficients(exchange.collect(j, before.posted, asked), reciprocal_columns, before.row);
-        if ((!kSumsColumns || a.dx) && before.active) {
+        if ((!kSumsColumns || a.dx) && (RowWriter::kCrosses || before.active)) {
             staged_row(before.place, j).for_each_vector(at, [&](int k, const XVector& x, const DyVector& dy, bool holds) {
                 const XVector packed = second_half(k, x, dy, w, before.row, coefficients);
-                store_held<true, kDxInWords>(packed, dx + at.offset(k), held.of(k, holds));
+                writer.put<true>(dx, at, k, packed, before.active, holds);
             });
+            writer.finish(dx, at, before.active);
         }
         dx += walk.step * a.dx_row_stride;
     };

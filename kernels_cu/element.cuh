@@ -132,11 +132,11 @@ __device__ inline float64 fused(float64 a, float64 b, float64 c) { return __fma_
 #define NARROW_VECTOR 1
 #endif
 
-// Odd rows: of 16 bits, a warp or less each, which start, or end, at odd elements. A thread's columns come in pairs (struct OddPair,
-// columns.cuh). A row has the same bits in all three.
+// Odd rows: of 16 bits, which start, or end, at odd elements. A thread's columns come in pairs (struct OddPair, columns.cuh). A row has
+// the same bits in all three.
 //   1: pairs are words of memory as they lie, so that those of a row which starts at an odd element begin one before it (kShifts):
-//      x, dy and dx of a row start at the same half of a word, and so do all rows of a group
-//   2: the same, but dx (forward y) may start at the other half: dx is written element by element, y by RowWriter of forward_row.cuh
+//      x, dy and dx (forward x and y) of a row start at the same half of a word, and so do all rows of a group
+//   2: the same, but what is written may start at the other half (RowWriter of columns.cuh)
 //   3: all start anywhere, and go element by element
 #ifndef ODD_ROWS
 #define ODD_ROWS 0
@@ -237,6 +237,8 @@ template <class T> struct OddPair : Packed<T, 2> {
         if constexpr (kShifts) words[0] = *reinterpret_cast<const unsigned*>(source);
         else words[0] = source[0].bits | unsigned(source[1].bits) << 16;
     }
+    __device__ T first() const { return {(unsigned short)(words[0] & 0xffffu)}; }
+    __device__ T second() const { return {(unsigned short)(words[0] >> 16)}; }
 };
 
 // A thread's vector of a row, and what it holds of it: all or nothing, but of an odd row's pair these halves (0xffff, 0xffff0000).
@@ -262,20 +264,14 @@ template <class T> __device__ void load_held(OddPair<T>& pair, const T* source, 
 template <class T, int V> __device__ void keep_held(Packed<T, V>&, bool) {}
 template <class T> __device__ void keep_held(OddPair<T>& pair, unsigned held) { pair.words[0] &= held; }
 
-// kInWords: where all of a pair is held, and the target is a multiple of four bytes.
-template <bool kStreaming, bool kInWords, class T, int V> __device__ void store_held(const Packed<T, V>& vector, T* target, bool held) {
+template <bool kStreaming, class T, int V> __device__ void store_held(const Packed<T, V>& vector, T* target, bool held) {
     if (!held) return;
     if constexpr (kStreaming) vector.store_streaming(target);
     else vector.store(target);
 }
-template <bool kStreaming, bool kInWords, class T>
-__device__ void store_held(const OddPair<T>& pair, T* target, unsigned held) {
-    if (kInWords && held == ~0u) {
-        store_held<kStreaming, kInWords, T, 2>(pair, target, true);
-    } else {
-        if (held & 0xffffu) target[0] = {(unsigned short)(pair.words[0] & 0xffffu)};
-        if (held >> 16) target[1] = {(unsigned short)(pair.words[0] >> 16)};
-    }
+template <bool kStreaming, class T> __device__ void store_held(const OddPair<T>& pair, T* target, unsigned held) {
+    if (held & 0xffffu) target[0] = pair.first();
+    if (held >> 16) target[1] = pair.second();
 }
 
 // Loads into registers that hold values already: where this stands under a condition, nothing waits for it before they are

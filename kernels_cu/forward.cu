@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
                     for (int v = 0; v < kVector; ++v) x[k][v] = x[k][v] * rstd * w[k][v] + b[k][v];
                     Vector packed;
                     packed.pack(x[k]);
-                    store_held<true, false>(packed, a.y + row * a.y_row_stride + column_of(k), held.of(k, true));
+                    store_held<true>(packed, a.y + row * a.y_row_stride + column_of(k), held.of(k, true));
                 }
             }
             if (thread == 0) {

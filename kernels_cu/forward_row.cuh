@@ -55,14 +55,16 @@ template <class Exchange> struct RowMoments {
     __device__ RowMoments(const ForwardArguments& a, const Columns& own, const Exchange& exchange)
         : exchange(exchange), root(a.eps), reciprocal_columns(Compute(1) / Compute(a.columns)) {
         const int span = exchange.lanes * kColumnsPerThread;  // of the group's lanes in a warp
-        const int columns = held(own.count - own.begin, span);
+        const int columns = kOddRows ? own.end - own.begin : held(own.end - own.begin, span);
         reciprocal_warp_columns = columns ? Compute(1) / Compute(columns) : Compute(0);
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
             const int entry = i * kLanes + threadIdx.x % kLanes;
             const int block = kClustered ? entry / exchange.warps : 0, warp = entry - block * exchange.warps;
             const int slab = minimum(a.slab_columns, a.columns - block * a.slab_columns);
-            entry_columns[i] = Compute(entry < exchange.entries ? held(slab - warp * span, span) : 0);
+            const WarpColumns odd(slab, exchange.warps, warp);
+            const int columns_of_warp = kOddRows ? odd.end - odd.begin : held(slab - warp * span, span);
+            entry_columns[i] = Compute(entry < exchange.entries ? columns_of_warp : 0);
         }
     }
 
@@ -129,41 +131,6 @@ private:
         return sums.first;
     }
     __device__ static int held(int left, int span) { return left < 0 ? 0 : minimum(left, span); }
-};
-
-// Writes a thread's vectors of y, one after the other. y may begin at another half of a word than x: then each word holds the second
-// column of one pair and the first of the next, whose lane writes both.
-struct RowWriter {
-    static constexpr bool kCrosses = ODD_ROWS == 2;
-    int crosses, lane, lanes;
-    PairsHeld held;  // of what is written
-    unsigned before;
-
-    // `row` is one of the group's.
-    __device__ RowWriter(const Columns& own, const X* row)
-        : crosses(kCrosses ? shift_of_row(row) ^ own.shift : 0), lane(threadIdx.x & (own.lanes - 1)), lanes(own.lanes),
-          held(own.begun_earlier(crosses)), before(0) {}
-
-    // Where the thread's first vector begins, as what is written has them, of a row that begins there.
-    __device__ X* begin(X* row, const Columns& own) const { return row + own.first - crosses; }
-    // `first` is what begin() found; `active` says whether the row is there. By all lanes of a warp.
-    template <class V> __device__ void put(X* first, const Columns& at, int k, V packed, bool active) {
-        if constexpr (kCrosses) {
-            const unsigned from = __shfl_sync(0xffffffffu, packed.words[0], threadIdx.x + lanes - 1, lanes);
-            const unsigned previous = lane == 0 ? before : from;
-            before = from;
-            packed.words[0] = __byte_perm(previous, packed.words[0], crosses ? 0x5432 : 0x7654);
-        }
-        store_held<false, kShifts>(packed, first + at.offset(k), active ? held.of(k, at.holds(k)) : Held(0));
-    }
-    // When all of a row have been put: the last lane's second column of its last pair.
-    template <class T> __device__ void finish(T* first, const Columns& at, bool active) const {
-        if constexpr (kCrosses) {
-            const int place = at.offset(kVectors);
-            const bool has = crosses && lane == 0 && at.first + place <= at.count;
-            if (active && has) first[place] = {(unsigned short)(before >> 16)};
-        }
-    }
 };
 
 // y of a vector of x.

@@ -121,11 +121,13 @@ struct ForwardWalk : RowWalk {
     const BlockShare& share;
     unsigned* numbers;  // of step j the number j % kNumbers, in shared memory
     unsigned drawn;     // of the thread that draws, the number that it announces next
+    unsigned second;    // with draws_every_second(), whether the block's rows are the second ones of two
     int known;          // steps before this one are there
     int drawing;        // from this step on there is something to draw
 
     __device__ ForwardWalk(const ForwardArguments& a, const BlockShare& share, unsigned* numbers)
-        : RowWalk(share, a.walk_rows, a.steps, gridDim.x / kCluster), a(a), share(share), numbers(numbers) {}
+        : RowWalk(share, a.walk_rows, a.steps, gridDim.x / kCluster), a(a), share(share), numbers(numbers),
+          second(share.walker & 1) {}
 
     // When the first copies are on their way, if there is something to draw.
     __device__ void start() {
@@ -138,7 +140,9 @@ struct ForwardWalk : RowWalk {
     __device__ bool has(int j) const { return j < known; }
     __device__ bool is_drawn(int j) const { return kDraws && j >= end; }
     __device__ int64 row(int j) const {
-        return is_drawn(j) ? a.walk_rows + int64(numbers[unsigned(j) % kNumbers]) * share.groups : RowWalk::row(j);
+        if (!is_drawn(j)) return RowWalk::row(j);
+        const unsigned number = numbers[unsigned(j) % kNumbers];
+        return a.walk_rows + (draws_every_second() ? 2 * int64(number) + second : int64(number) * share.groups);
     }
     // By all threads of the walker, before step j: what follows in the ring when step j leaves it is known then.
     __device__ void look_ahead(int j) {
@@ -153,9 +157,19 @@ struct ForwardWalk : RowWalk {
 
 private:
     __device__ bool draws() const { return threadIdx.x == 0; }
-    __device__ bool is_there(unsigned number) const { return number < unsigned(a.drawn_steps); }
+    // Where all rows of a block are to start at the same half of a word, and it has one a step: as many blocks draw the second ones of
+    // two rows as the first ones, from a counter of their own.
+    __device__ bool draws_every_second() const { return kShifts && share.groups == 1; }
+    __device__ unsigned steps_to_draw() const {
+        return draws_every_second() ? (unsigned(a.drawn_steps) + 1 - second) / 2 : unsigned(a.drawn_steps);
+    }
+    __device__ bool is_there(unsigned number) const { return number < steps_to_draw(); }
     // When all steps are drawn, and every walker has found that there are no more, the counter is at 0 again.
-    __device__ unsigned draw() const { return atomicInc(a.counters->steps, a.drawn_steps + gridDim.x - 1); }
+    __device__ unsigned draw() const {
+        StepCounter* const counter = a.counters + (draws_every_second() ? second : 0);
+        const unsigned walkers = draws_every_second() ? gridDim.x / 2 : gridDim.x;
+        return atomicInc(counter->steps, steps_to_draw() + walkers - 1);
+    }
 };
 
 // With two, LayerNorm at 100 MB took up to 3% more, RMSNorm up to 2%.
@@ -204,7 +218,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     load_columns(as_loaded(w), w_ahead.source, a.w_code, [&](int i) { return loaded_column(own, i); });
     bias.settle();
 
-    RowWriter writer(own, a.y + (walk.first + share.group) * a.y_row_stride);
+    RowWriter writer(own, held, a.y + (walk.first + share.group) * a.y_row_stride);
     const RowMoments<SumExchange<false>> moments(a, own, exchange);
     RingPlace place;
     Kept kept[kVectors], kept_before[kVectors];
@@ -241,7 +255,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                 Compute b[kVector];
                 bias.get(k, b);
                 const Vector packed = normalized(kept_before[k], statistics, w[k], b);
-                writer.put(y, at, k, packed, active);
+                writer.put<false>(y, at, k, packed, active, at.holds(k));
             }
             writer.finish(y, at, active);
             if (active && share.thread == 0 && share.rank == 0) {

@@ -251,6 +251,9 @@ def test_rows_off_16_bytes_in_accesses_of_several_elements(norm: str, x: str, ro
             (15001, 1151),
             (13001, 1279),
         ),
+        # Of several warps, and of clusters.
+        *((1, 2047), (2, 2047), (700, 2047), (9001, 2047), (12001, 1301), (4001, 4095), (5000, 5001), (2001, 8191)),
+        *((3, 12289), (301, 12289), (1501, 12289), (1200, 16385), (700, 20001), (600, 32001), (401, 40895)),
     ],
 )
 def test_odd_rows(norm: str, x: str, rows: int, columns: int) -> None:

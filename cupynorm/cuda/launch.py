@@ -450,7 +450,7 @@ def _odd_access(problem: NormProblem, offsets: Sequence[int]) -> choose.Access:
     if len({*read}) > 1:
         return choose.ODD_BY_ELEMENT
     writes = problem.want_dx or not backward
-    return choose.ODD_READ_IN_WORDS if writes and written != read[0] else choose.ODD_IN_WORDS
+    return choose.ODD_ACROSS_WORDS if writes and written != read[0] else choose.ODD_IN_WORDS
 
 
 def _code(dtype: np.dtype[Any] | None) -> int:

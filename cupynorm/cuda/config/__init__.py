@@ -14,9 +14,9 @@ from .backward import BACKWARD_ARGUMENTS, WIDENING_ARGUMENTS, backward_config, w
 from .column_blocks import column_parts_bytes
 from .common import (
     ELEMENT_CODES,
+    ODD_ACROSS_WORDS,
     ODD_BY_ELEMENT,
     ODD_IN_WORDS,
-    ODD_READ_IN_WORDS,
     Access,
     BackwardConfig,
     Device,
@@ -60,9 +60,9 @@ __all__ = [
     "KEPT_BYTES",
     "KEPT_COUNTER_BYTES",
     "KEPT_EXCHANGE_BYTES",
+    "ODD_ACROSS_WORDS",
     "ODD_BY_ELEMENT",
     "ODD_IN_WORDS",
-    "ODD_READ_IN_WORDS",
     "STEP_COUNTERS_BYTES",
     "WIDENING_ARGUMENTS",
     "Access",

@@ -14,7 +14,6 @@ from .common import (
     ODD,
     ODD_BY_ELEMENT,
     ODD_IN_WORDS,
-    ODD_SLACK_BYTES,
     SINGLE,
     SMALL_BLOCK,
     STAGED_MAX_THREADS,
@@ -42,7 +41,7 @@ from .common import (
     is_short,
     kernels_sum_db,
     name_of,
-    odd_access,
+    odd_slack_bytes,
     odd_span,
     of_choice,
     part_bytes,
@@ -108,6 +107,11 @@ STAGED_MOST_COLUMNS_LAYERNORM, STAGED_MOST_COLUMNS_CLUSTER = {40: 8448}, 2
 PACE_LEAST_STEPS = {"rmsnorm": 12, "layernorm": 24}
 PACED_PART_LEAST_THREADS = 8  # of a row: see may_keep_pace()
 PACED_NARROW_LEAST_COLUMNS = 32  # a thread, LayerNorm
+
+# Of odd rows of several warps: those with so many columns a thread, if few of their lanes are idle, and those with
+# PACED_NARROW_LEAST_COLUMNS of so many warps (1 GB, 7001, RMSNorm: 254.2 → 241.4 us, LayerNorm, which has 28 columns:
+# 247.3 → 262.0; 12289, with idle lanes: 246.5 → 253.0, 265.1 → 281.7).
+PACED_ODD_LEAST_COLUMNS, PACED_ODD_LEAST_WARPS = {"rmsnorm": 28, "layernorm": 32}, {"rmsnorm": 8, "layernorm": 16}
 
 # How far ahead of the average a walker may be, backward (_lead() chooses), in quarters of a step: as many as make so
 # many bytes, of a step in all blocks of a multiprocessor, but no more than these (RMSNorm, 1 GB, 1024, with four, six,
@@ -188,10 +192,9 @@ def backward_config(problem: NormProblem, alignment: int, device: Device, odd: A
     if problem.columns <= WARP * per_thread:
         choice = staged_choice(x, dy, vector > 1, 1, device)
         parts = part_of_warp_lanes(x, vector > 1, access, choice, device)
-        if access in ODD:
-            held = short_row(x, odd_span(problem.columns), parts)
-            return _direct(problem, definitions, SMALL_BLOCK, *held, ODD_BY_ELEMENT)
-        return _direct(problem, definitions, SMALL_BLOCK, *short_row(x, problem.columns, parts), access)
+        held = short_row(x, problem.columns, parts, access)
+        access = ODD_BY_ELEMENT if access in ODD else access
+        return _direct(problem, definitions, SMALL_BLOCK, *held, access)
     threads = in_whole_warps(divide_up(problem.columns, per_thread))
     fits = outer_bytes * threads + STATIC_SHARED_BYTES <= device.shared_bytes
     if fits and threads <= DIRECT_MAX_THREADS[vector > 1][-1]:
@@ -266,13 +269,13 @@ def _staged(
             continue
         choice = staged_choice(name, dy_name, vector, cluster, device)
         parts = part_of_warp_lanes(name, vector, access, choice, device)
-        span = odd_span(slab) if access in ODD else slab
-        held = short_row(name, span, parts) if small else staged_threads(span, choice)
+        held = short_row(name, slab, parts, access) if small else staged_threads(slab, choice, access)
         if held is None or _is_too_long(kind, slab, held, cluster, device):
             continue
         if may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, slab, held, name):
             held = STAGED_FILLING_COLUMNS, held[1]
-        paced = may_keep_pace(kind, access, held, cluster, full=slab == held[0] * held[1], device=device)
+        full = _fills_pairs(slab, held) if access in ODD else slab == held[0] * held[1]
+        paced = may_keep_pace(kind, access, held, cluster, full, device)
         split = _Split(kind, *held, cluster, slab, several and cluster == 1, gaps, paced, access, odd)
         if config := _staged_blocks(problem, split, definitions, device):
             return config
@@ -392,7 +395,7 @@ def _staged_config(
         too_many = groups > 1 and threads > most_threads(keeps_pace)
         if (too_large or too_many) and (groups, blocks) != pairs[-1]:
             continue
-        slack = ODD_SLACK_BYTES if access in ODD else 0
+        slack = odd_slack_bytes(access)
         room = device.shared_bytes // blocks - staged_static_bytes(name, cluster) - outer_bytes - slack
         stages = min(room // step_bytes, STAGED_MOST_STAGES)
         if stages < STAGED_LEAST_STAGES:
@@ -403,8 +406,7 @@ def _staged_config(
         part = takes_part(name, (per_thread, group))
         least_columns = problem.columns - (cluster - 1) * slab
         short = not part and access not in ODD and has_short_rows(name, vector, per_thread, least_columns)
-        if access in ODD:
-            access = odd_access(problem, groups, odd)
+        access = odd if access in ODD else access
         staged = staged_definitions(per_thread, cluster, part, paced, short, gaps, access=access)
         return BackwardConfig(
             route="staged",
@@ -432,11 +434,15 @@ def may_keep_pace(kind: Kind, access: Access, held: tuple[int, int], cluster: in
     where columns of a step are missing or fewer multiprocessors walk (24 columns a thread, 1 GB: 768 252.5 → 243.3 us;
     not full, 640 260 → 276; clusters of four 24576 251.1 → 263.5). Off 16 bytes in accesses of several elements longer
     rows do, LayerNorm's with many columns (1004: 258.5 → 244.4, 4100: 261.9 → 245.1, but 700: 249.2 → 260.4), or where
-    memory is slow and rows are odd (an H100, 641: 357 → 338). Of these also what was not timed: on
-    compute capability 10.0, in clusters of sixteen, without db, for dx alone. Else what was not timed keeps no pace.
+    memory is slow and rows of a warp are odd (an H100, 641: 357 → 338; longer ones: PACED_ODD_LEAST_COLUMNS). Of these
+    also what was not timed: on compute capability 10.0, in clusters of sixteen, without db, for dx alone. Else what was
+    not timed keeps no pace.
     """
     norm, x, dy, sums_db, vector = kind
     per_thread, group = held
+    if access in ODD and group > WARP:
+        many = per_thread >= PACED_NARROW_LEAST_COLUMNS and group // WARP * cluster >= PACED_ODD_LEAST_WARPS[norm]
+        return many or (full and per_thread >= PACED_ODD_LEAST_COLUMNS[norm])
     if access != SINGLE:
         fast_enough = norm == "rmsnorm" or per_thread >= PACED_NARROW_LEAST_COLUMNS
         return has_whole_warps(x, held) and (fast_enough or (access in ODD and device.has_slow_memory))
@@ -454,6 +460,12 @@ def may_keep_pace(kind: Kind, access: Access, held: tuple[int, int], cluster: in
             return full and cluster <= 2 and group >= PACED_PART_LEAST_THREADS
         return per_thread == 16 or (cluster <= 8 and (per_thread == 40 or (per_thread == 32 and full)))
     return cluster == 1 and per_thread in (16, 40) and group >= WARP
+
+
+def _fills_pairs(slab: int, held: tuple[int, int]) -> bool:
+    """Whether the warps of a block have all of their threads' pairs but, perhaps, the last ones."""
+    per_thread, group = held
+    return odd_span(slab, max(1, group // WARP)) > WARP * (per_thread - 2)
 
 
 def _is_paced_part(kind: Kind, per_thread: int, group: int) -> bool:
@@ -625,12 +637,12 @@ def _block_threads(kind: Kind, per_thread: int, keeps_pace: bool) -> int:
     """Of a block with several groups: as many as there may be, for fewer partial rows of dw and db, and one ring.
 
     RMSNorm, N=4096, 25 MB: 17.4 us with four warps, 16.9 with eight. But half as many where all would wait for each
-    other's copies (staged.cuh: a team is then a whole block), unless _has_short_steps() keeps pace (in vectors with the
-    larger ring of _ring_bytes()), or with STAGED_FILLING_COLUMNS. Of little data: _staged_blocks().
+    other's copies (staged.cuh: a team is then a whole block), unless in vectors, and with the larger ring of
+    _ring_bytes(), _has_short_steps() keeps pace, or with STAGED_FILLING_COLUMNS. Of little data: _staged_blocks().
     """
     _, x, _, _, vector = kind
     teams = vector and per_thread * compute_itemsize(x) >= 128
-    may_wait = keeps_pace and _has_short_steps(kind, per_thread)
+    may_wait = keeps_pace and _has_short_steps(kind, per_thread) and vector
     filling = per_thread == STAGED_FILLING_COLUMNS and ITEMSIZE[x] == 2
     many = teams or may_wait or filling or per_thread == columns_per_thread(x)
     return STAGED_MAX_THREADS if many else STAGED_MAX_THREADS // 2

@@ -40,11 +40,11 @@ MOST_COPIED_GAPS_LONG = 1.1
 NARROW_VECTORS = {2: (4, 2), 4: (2,)}
 NARROW_LONG_ITEMSIZE = 2
 
-# Odd rows, which start or end at odd elements, of 16-bit types, a warp or less each, come in pairs of columns (ODD_ROWS
-# of element.cuh). All but the first and the last two of a thread's pairs are full, so not the shortest (1 GB,
-# LayerNorm, 1001: 290 → 245 us, forward 229 → 177).
-ODD_ITEMSIZE, ODD_LEAST_COLUMNS, ODD_MOST_COLUMNS = 2, 33, 1280
-ODD_SLACK_BYTES = 256  # of shared memory behind the ring: so far beyond a row its lanes may read
+# Odd rows, which start or end at odd elements, of 16-bit types, come in pairs of columns (ODD_ROWS of element.cuh). All
+# but the first and the last two or three of a thread's pairs are full, so not the shortest; nor those of larger
+# clusters than of four, for most columns a thread (1 GB, LayerNorm, 1001: 290 → 245 us, forward 229 → 177).
+ODD_ITEMSIZE, ODD_LEAST_COLUMNS, ODD_MOST_CLUSTER = 2, 33, 4
+ODD_SLACK_BYTES = 384  # three pairs of each lane of a warp
 
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48  # of a walker
@@ -185,7 +185,7 @@ class Access(NamedTuple):
 
 
 SINGLE = Access()
-ODD_IN_WORDS, ODD_READ_IN_WORDS, ODD_BY_ELEMENT = ODD = tuple(Access(2, odd=way) for way in (1, 2, 3))
+ODD_IN_WORDS, ODD_ACROSS_WORDS, ODD_BY_ELEMENT = ODD = tuple(Access(2, odd=way) for way in (1, 2, 3))
 
 
 def narrow_of(definitions: tuple[str, ...]) -> int:
@@ -217,9 +217,8 @@ def access_of(problem: NormProblem, vector: bool, alignment: int, device: Device
     x, itemsize, dy = problem.x_dtype.name, problem.x_dtype.itemsize, problem.dy_dtype
     several = accesses(x, None if dy is None else dy.name, vector, device)
     if problem.columns % 2 or alignment == itemsize:
-        span = odd_span(problem.columns)
-        held = ODD_LEAST_COLUMNS <= span <= ODD_MOST_COLUMNS and not _fills_warp(problem.columns, x)
-        return ODD_IN_WORDS if held and ODD_IN_WORDS in several else SINGLE
+        held = ODD_LEAST_COLUMNS <= odd_span(problem.columns) and problem.columns <= _odd_most_columns(x)
+        return ODD_IN_WORDS if held and not _fills_warp(problem.columns, x) and ODD_IN_WORDS in several else SINGLE
     even = (access for access in several if access not in ODD)
     fitting = (a for a in even if problem.columns % a.elements == alignment % (a.elements * itemsize) == 0)
     access = next(fitting, SINGLE)
@@ -232,17 +231,29 @@ def _fills_warp(columns: int, x: str) -> bool:
     return columns in (WARP * n for n in (columns_per_thread(x), *STAGED_COLUMNS_PER_THREAD[False][compute_name(x)]))
 
 
-def odd_span(columns: int) -> int:
-    """Columns of the pairs that hold a row, at an odd element one more on either side, rounded up to an odd number."""
-    return columns | 1
+def odd_span(columns: int, warps: int = 1) -> int:
+    """Columns of the pairs that hold a row, at an odd element one more on either side, rounded up to an odd number; of
+    so many warps that of the warp which has most of it (WarpColumns of columns.cuh)."""
+    return min(2 * divide_up(divide_up(columns, 2), warps), columns) | 1
 
 
-def odd_access(problem: NormProblem, groups: int, allowed: Access) -> Access:
-    """Of odd rows, of which a block has so many: what the arrays' starts allow, if all of a group's rows start at the
-    same half of a word, else by element. The bits are the same."""
-    strides = problem.x_row_stride, problem.dy_row_stride, problem.out_row_stride
-    stay = groups % 2 == 0 or problem.rows == 1 or not any(stride % 2 for stride in strides)
-    return allowed if stay else ODD_BY_ELEMENT
+def odd_slack_bytes(access: Access) -> int:
+    """Of shared memory behind the ring: so far beyond an odd row its lanes may read, which ask for few pairs whether
+    they are there."""
+    return ODD_SLACK_BYTES if access in ODD else 0
+
+
+def _odd_most_columns(x: str) -> int:
+    """That the largest clusters hold of odd rows, eight warps each, and each warp whole pairs."""
+    most = max(STAGED_COLUMNS_PER_THREAD[False][compute_name(x)])
+    return ODD_MOST_CLUSTER * STAGED_MAX_THREADS // WARP * (WARP * most - 2)
+
+
+def starts_alternate(config: BackwardConfig | ForwardConfig) -> bool:
+    """Whether only with an even number of walkers the rows of each start at the same half of a word, as kernels that
+    read odd rows by words take for granted."""
+    by_words = {*ODD_IN_WORDS.definitions, *ODD_ACROSS_WORDS.definitions}
+    return config.groups == 1 and not by_words.isdisjoint(config.definitions)
 
 
 def has_long_rows(x: str, access: Access) -> bool:
@@ -332,21 +343,23 @@ def _usual_columns(x: str) -> tuple[int, ...]:
     return STAGED_USUAL_COLUMNS_PER_THREAD[compute_name(x)]
 
 
-def staged_threads(slab: int, choice: Choice) -> tuple[int, int] | None:
+def staged_threads(slab: int, choice: Choice, access: Access) -> tuple[int, int] | None:
     """Columns a thread, and threads that share a row: the fewest warps that hold a block's columns of it, if any do."""
     for preferred in choice:
         if len(preferred) > 1:
             for warps, per_thread in product((1, 2, 4, 8), preferred):
                 least_warps = FORWARD_MORE_COLUMNS_LEAST_WARPS if per_thread > FORWARD_MORE_COLUMNS else 1
-                if least_warps <= warps and slab <= warps * WARP * per_thread:
+                columns_of_warp = odd_span(slab, warps) if access in ODD else divide_up(slab, warps)
+                if least_warps <= warps and columns_of_warp <= WARP * per_thread:
                     return per_thread, warps * WARP
         elif (threads := in_whole_warps(divide_up(slab, preferred[0]))) <= STAGED_MAX_THREADS:
             return preferred[0], threads
     return None
 
 
-def short_row(x: str, columns: int, parts: PartLanes) -> tuple[int, int]:
+def short_row(x: str, columns: int, parts: PartLanes, access: Access) -> tuple[int, int]:
     """The same for a row of one warp or less: on all routes, for the bits of its sums depend on it."""
+    columns = odd_span(columns) if access in ODD else columns
     options = {columns_per_thread(x): (1, WARP), **parts}
     held = ((n, _lanes(columns, n)) for n, (_, most) in options.items() if n * most >= columns)
     return min((h for h in held if h[1] >= options[h[0]][0]), key=lambda held: (held[0] * held[1], -held[0]))

@@ -9,7 +9,6 @@ from .common import (
     ODD,
     ODD_BY_ELEMENT,
     ODD_IN_WORDS,
-    ODD_SLACK_BYTES,
     SINGLE,
     SMALL_BLOCK,
     STAGED_MAX_THREADS,
@@ -32,8 +31,7 @@ from .common import (
     have_gaps,
     in_whole_warps,
     is_short,
-    odd_access,
-    odd_span,
+    odd_slack_bytes,
     of_choice,
     part_bytes,
     part_definitions,
@@ -284,8 +282,8 @@ def forward_config(problem: NormProblem, alignment: int, device: Device, odd: Ac
     per_thread = columns_per_thread(x)
     if problem.columns <= WARP * per_thread:
         choice = forward_choice(problem.norm, x, vector > 1, 1, device)
-        span = odd_span(problem.columns) if access in ODD else problem.columns
-        held = short_row(x, span, forward_part_of_warp_lanes(x, vector > 1, access, choice, device))
+        parts = forward_part_of_warp_lanes(x, vector > 1, access, choice, device)
+        held = short_row(x, problem.columns, parts, access)
         access = ODD_BY_ELEMENT if access in ODD else access
         definitions = (*definitions, *direct_forward_definitions(held[0], takes_part(x, held), access))
         return ForwardConfig("forward.cu", "forward_direct", definitions, SMALL_BLOCK, held[1])
@@ -325,8 +323,7 @@ def _forward_staged(
             continue
         choice = forward_choice(problem.norm, name, vector > 1, cluster, device)
         parts = forward_part_of_warp_lanes(name, vector > 1, access, choice, device)
-        span = odd_span(slab) if access in ODD else slab
-        held = short_row(name, span, parts) if small else staged_threads(span, choice)
+        held = short_row(name, slab, parts, access) if small else staged_threads(slab, choice, access)
         if held is None:
             continue
         per_thread, group = held
@@ -340,7 +337,7 @@ def _forward_staged(
         step_bytes = part_bytes(name, vector > 1, (groups - 1) * stride + slab)
         b_bytes = threads * per_thread * compute_itemsize(name) if b_in_shared else 0
         static_bytes = staged_static_bytes(name, cluster) + b_bytes
-        slack = ODD_SLACK_BYTES if access in ODD else 0
+        slack = odd_slack_bytes(access)
         w_bytes = divide_up(slab * compute_itemsize(name), 16) * 16  # copied behind the ring, where there is room
         for blocks in counts_to_try(at_once // threads):
             room = device.shared_bytes // blocks - static_bytes - slack
@@ -354,8 +351,7 @@ def _forward_staged(
                 paced = forward_keeps_pace(problem.norm, held, cluster, vector > 1, full=slab == per_thread * group)
                 draws_short = _draws_short_rows(problem, vector, held, gaps, device)
                 part = takes_part(name, held)
-                if access in ODD:
-                    access = odd_access(problem, groups, odd)
+                access = odd if access in ODD else access
                 staged = staged_definitions(
                     per_thread, cluster, part, paced, gaps=gaps, draws=draws_short, access=access
                 )

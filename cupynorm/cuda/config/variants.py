@@ -25,8 +25,10 @@ from .common import (
     CLUSTERS,
     ODD,
     ODD_BY_ELEMENT,
+    ODD_MOST_CLUSTER,
     SINGLE,
     SMALL_BLOCK,
+    STAGED_MAX_THREADS,
     WARP,
     Access,
     Choice,
@@ -180,12 +182,15 @@ def _staged_variants(
     clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
     pairs = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
     if access in ODD:
-        pairs = {(n, cluster) for n, cluster in pairs if cluster == 1}
+        pairs = {(n, cluster) for n, cluster in pairs if cluster <= ODD_MOST_CLUSTER}
     pairs = pairs if has_long_rows(x, access) else set()
     wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
     for per_thread, cluster, part in sorted(wholes | {(n, 1, True) for n in parts}):
         warp_or_less = part or per_thread <= columns_per_thread(x)
-        groups = (*_lanes_between(*parts[per_thread]),) if part else (1, WARP) if warp_or_less else (WARP, 2 * WARP)
+        of_warps = (
+            (WARP, 2 * WARP, STAGED_MAX_THREADS) if cluster == 1 else (STAGED_MAX_THREADS // 2, STAGED_MAX_THREADS)
+        )
+        groups = (*_lanes_between(*parts[per_thread]),) if part else (1, WARP) if warp_or_less else of_warps
         asked = product(groups, (False, True), devices)
         paces = {paced_of((per_thread, lanes), cluster, full, of_speed) for lanes, full, of_speed in asked}
         fills_warp = WARP * per_thread  # as the blocks of clusters all do

@@ -15,6 +15,7 @@ from .common import (
     data_bytes,
     divide_up,
     rows_lie_apart,
+    starts_alternate,
 )
 
 # One walker on a multiprocessor then beats two: LayerNorm, 1017x4096, where walkers met, 19.7 us, 21.0 with two.
@@ -47,8 +48,9 @@ REDUCTION_BATCH = 10  # kReductionBatch of reduction.cuh
 
 def grid(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> Grid:
     """`blocks_at_once` is how many blocks (clusters, gangs) the device holds at the same time."""
-    found = column_blocks_grid(config, problem, blocks_at_once, device)
-    return found or Grid(partial_rows(config, problem, blocks_at_once, device))
+    if found := column_blocks_grid(config, problem, blocks_at_once, device):
+        return found._replace(walkers=_starting_alike(config, problem.rows, found.walkers))
+    return Grid(partial_rows(config, problem, blocks_at_once, device))
 
 
 def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: int, device: Device) -> int:
@@ -65,8 +67,14 @@ def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: i
     steps = divide_up(problem.rows, config.groups)
     one_takes_all = steps <= ONE_WALKER_STEPS and (problem.want_dw or problem.want_db)
     walkers = min(walkers, max(1, WORKSPACE_BYTES // 2 // bytes_a_row), 1 if one_takes_all else steps)
-    walkers = max(1, walkers)
+    walkers = _starting_alike(config, problem.rows, max(1, walkers))
     return _evenly(steps, walkers) if config.route == "staged" and "VECTOR=1" in config.definitions else walkers
+
+
+def _starting_alike(config: BackwardConfig | ForwardConfig, rows: int, walkers: int) -> int:
+    """About so many, of each of which all rows start at the same half of a word, if starts_alternate()."""
+    several = 0 < walkers < divide_up(rows, config.groups)
+    return max(2, walkers // 2 * 2) if several and starts_alternate(config) else walkers
 
 
 def _apart_walkers(config: BackwardConfig, rows: int, walkers: int, device: Device) -> int:
@@ -90,9 +98,9 @@ def _evenly(steps: int, walkers: int) -> int:
 def forward_walkers(config: ForwardConfig, rows: int, blocks_at_once: int, device: Device) -> int:
     """Of a forward launch; `blocks_at_once` is how many blocks (clusters) the device holds at the same time."""
     steps = divide_up(rows, config.groups)
-    walkers = min(blocks_at_once, steps)
+    walkers = _starting_alike(config, rows, min(blocks_at_once, steps))
     alone = config.kernel == "forward_staged" and blocks_at_once * config.cluster <= device.multiprocessors
-    fewer = _evenly(steps, walkers) if alone else walkers
+    fewer = _starting_alike(config, rows, _evenly(steps, walkers)) if alone else walkers
     drawn = forward_steps(config, rows, fewer)[2]  # then whoever is done first takes more
     return walkers if drawn else fewer
 
