@@ -56,7 +56,7 @@ NO_SUMS = (
 COPIES = (
     (
         """const XVector packed = second_half(k, x, dy, w, before.row, coefficients);
-                store_held<true, kDxInWords>(packed, dx + at.offset(k), held.of(k, holds));""",
+                writer.put<true>(dx, at, k, packed, before.active, holds);""",
         """XVector sum;
                 const auto *a = reinterpret_cast<const unsigned*>(x.words);
                 const auto *b = reinterpret_cast<const unsigned*>(dy.words);

@@ -269,9 +269,10 @@ def test_short_rows_off_16_bytes_in_the_forward_pass(name, columns, per_thread, 
         (1153, 40, 32, 1),
         (1281, 24, 64, 1),
         (3001, 24, 128, 1),
-        (4095, 32, 128, 1),
+        *((columns, 32, 128, 1) for columns in (4001, 4087)),
+        *((columns, 36, 128, 1) for columns in (4089, 4095)),  # four warps of 1024 have no room where a row is shifted
         (6001, 24, 256, 1),
-        (8191, 32, 256, 1),
+        (8191, 36, 256, 1),
         (12289, 28, 256, 2),
         (16385, 36, 256, 2),
         (65537, 36, 256, 8),
@@ -383,7 +384,8 @@ def test_rmsnorm_forward_has_as_many_threads_in_several_elements_as_in_vectors()
     for columns, alignment, norm, threads in (
         (4098, 4, "rmsnorm", 384),
         (4098, 4, "layernorm", 256),
-        (4097, 2, "rmsnorm", 256),
+        (4097, 2, "rmsnorm", 384),
+        (65537, 2, "rmsnorm", 256),
         (2052, 8, "rmsnorm", 384),
     ):
         chosen = config.forward_config(
@@ -445,16 +447,26 @@ def test_odd_rows_are_read_in_words_where_they_start_alike(offsets, strides, bac
     assert ways[0] == ways[1]
 
 
+def columns_of_warps(columns: int, warps: int) -> list[int]:
+    """WarpColumns of columns.cuh."""
+    each, rest = divmod((columns + 1) // 2, warps)
+    ends = [min(columns, 2 * ((warp + 1) * each + min(warp + 1, rest))) for warp in range(warps)]
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+
 @pytest.mark.parametrize("which", ["sm_90", "sm_90_slow", "sm_100"])
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_odd_rows_of_a_warp_or_less_come_in_pairs(name, which):
-    """All of a thread's pairs are columns but in the first and the last two: what the kernels take for granted. And a
-    row is split alike however its company lies, so that it has the same bits."""
+def test_odd_rows_come_in_pairs(name, which):
+    """All of a thread's pairs are columns but in the first and the last two or three: what the kernels take for
+    granted. And a row is split alike however its company lies, so that it has the same bits."""
     device = DEVICES[which]
     ends = {n + m for n in (33, 48, 64, 96, 128, 160, 192, 256, 320, *range(384, 1300, 128)) for m in (-1, 0, 1)}
-    for columns, norm in product(sorted(ends | {*range(1, 1300, 31)}), ("rmsnorm", "layernorm")):
+    ends |= {warps * n * 32 + m for warps in (2, 4, 8, 16, 32) for n in range(20, 44, 4) for m in (-9, -2, -1, 0, 1, 9)}
+    lengths = {n for n in ends if n < 42000} | {*range(1, 1300, 31), *range(1300, 42000, 2003)}
+    for columns, norm in product(sorted(lengths), ("rmsnorm", "layernorm")):
         dense = backward(columns, name, name, norm=norm, rows=1 << 16)
-        pairs = 33 <= (columns | 1) <= 1280 and columns not in (512, 640, 768, 896, 1024, 1152, 1280)
+        most = 32 * (32 * 40 - 2)
+        pairs = 33 <= (columns | 1) <= most + 1 and columns not in (512, 640, 768, 896, 1024, 1152, 1280)
         splits = set[tuple[int, ...]]()
         for gap, odd in product((0, 1, 2, 9 * columns), config.common.ODD):
             problem = replace(dense, x_row_stride=columns + gap, dy_row_stride=columns + gap)
@@ -468,19 +480,21 @@ def test_odd_rows_of_a_warp_or_less_come_in_pairs(name, which):
                 assert (way > 0) == pairs, (columns, gap, odd)
                 if not pairs:
                     continue
-                each, lanes = defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads
-                splits.add((of_backward, each, lanes))
-                strides = problem.x_row_stride % 2 or columns % 2
-                assert way == (3 if direct or (chosen.groups == 1 and strides) else odd.odd), (columns, gap, odd)
-                for words in (columns + 1) // 2, (columns + 2) // 2:  # that hold a row, wherever it starts
-                    assert lanes * (each // 2 - 2) <= words - (columns % 2 == 0 and words > columns // 2), (
-                        columns,
-                        chosen,
-                    )
-                assert columns + 1 - columns % 2 <= lanes * each
+                each, threads = defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads
+                splits.add((of_backward, each, threads, chosen.cluster if not direct else 1))
+                assert way == (3 if direct else odd.odd), (columns, gap, odd)
+                whole = each > 16 and "PART_OF_WARP=1" not in chosen.definitions
+                lanes, warps, last_pairs = min(threads, 32), max(1, threads // 32), 3 if whole else 2
+                slab = columns if direct else chosen.slab_columns
+                for first in range(0, columns, slab):
+                    for held in columns_of_warps(min(slab, columns - first), warps):
+                        assert lanes * (each // 2 - last_pairs) <= held // 2, chosen
+                        assert held | 1 <= lanes * each, chosen
                 if not direct:
-                    ring = chosen.shared_bytes - config.common.ODD_SLACK_BYTES
-                    assert ring >= chosen.stages * config.common.part_bytes(name, False, chosen.groups * columns)
+                    slack = config.common.ODD_SLACK_BYTES
+                    assert slack >= 4 * lanes * last_pairs
+                    row_bytes = config.common.part_bytes(name, False, chosen.groups * slab)
+                    assert chosen.shared_bytes >= chosen.stages * row_bytes + slack
         assert len(splits) == 2 * pairs, columns
 
 
@@ -1460,12 +1474,14 @@ def test_b_in_shared_memory_and_the_ring_have_room(device, x, norm):
         # off 16 bytes
         ("layernorm", "bfloat16", 1201, 40, 128, 2),
         ("layernorm", "bfloat16", 1501, 24, 128, 4),
-        ("layernorm", "float16", 4095, 32, 128, 3),
+        ("layernorm", "float16", 4095, 36, 128, 2),
+        ("layernorm", "float16", 4001, 32, 128, 3),
         ("layernorm", "bfloat16", 6001, 24, 256, 2),
         ("layernorm", "float32", 1501, 24, 128, 3),
         ("layernorm", "float32", 4095, 32, 128, 2),
         ("rmsnorm", "bfloat16", 1501, 24, 128, 3),
-        ("rmsnorm", "bfloat16", 4095, 32, 128, 2),
+        ("rmsnorm", "bfloat16", 4001, 32, 128, 3),
+        ("rmsnorm", "float32", 4095, 32, 128, 2),
     ],
 )
 def test_forward_blocks_of_an_h200(norm, name, columns, per_thread, threads, blocks):

@@ -268,8 +268,8 @@ STARTS = (
     ("rows", "columns"),
     [
         *itertools.product((1, 61, 9000), (33, 45, 65, 129, 161, 257, 300, 321, 511, 514, 641, 801, 1001, 1100, 1279)),
-        *itertools.product((1, 61, 4001), (1301, 2045, 2047, 2048, 4095, 5001, 8191, 12289, 16385)),
-        *itertools.product((2, 700), (9000, 24577, 32768, 40895)),
+        *itertools.product((1, 61, 4001), (1301, 2047, 2048, 8191, 12289)),
+        *itertools.product((2, 700), (9000, 24577, 40895)),
     ],
 )
 def test_an_odd_row_has_the_same_bits_wherever_it_starts(norm: str, dtype: str, rows: int, columns: int) -> None:

@@ -637,12 +637,12 @@ def _block_threads(kind: Kind, per_thread: int, keeps_pace: bool) -> int:
     """Of a block with several groups: as many as there may be, for fewer partial rows of dw and db, and one ring.
 
     RMSNorm, N=4096, 25 MB: 17.4 us with four warps, 16.9 with eight. But half as many where all would wait for each
-    other's copies (staged.cuh: a team is then a whole block), unless in vectors, and with the larger ring of
-    _ring_bytes(), _has_short_steps() keeps pace, or with STAGED_FILLING_COLUMNS. Of little data: _staged_blocks().
+    other's copies (staged.cuh: a team is then a whole block), unless _has_short_steps() keeps pace (in vectors with the
+    larger ring of _ring_bytes()), or with STAGED_FILLING_COLUMNS. Of little data: _staged_blocks().
     """
     _, x, _, _, vector = kind
     teams = vector and per_thread * compute_itemsize(x) >= 128
-    may_wait = keeps_pace and _has_short_steps(kind, per_thread) and vector
+    may_wait = keeps_pace and _has_short_steps(kind, per_thread)
     filling = per_thread == STAGED_FILLING_COLUMNS and ITEMSIZE[x] == 2
     many = teams or may_wait or filling or per_thread == columns_per_thread(x)
     return STAGED_MAX_THREADS if many else STAGED_MAX_THREADS // 2
