@@ -498,6 +498,26 @@ def test_odd_rows_come_in_pairs(name, which):
         assert len(splits) == 2 * pairs, columns
 
 
+@pytest.mark.parametrize("multiprocessors", [1, 2, 7, 131, 132])
+@pytest.mark.parametrize("columns", [33, 129, 1001, 1301, 2047, 8191, 12289, 33001])
+def test_the_rows_of_a_walker_start_alike(columns, multiprocessors):
+    """Of odd rows that are read by words: from one step to the next an even number of rows, or there is no next."""
+    device = DEVICES["sm_90"]._replace(multiprocessors=multiprocessors)
+    found = 0
+    for rows, want_dx, norm in product((1, 2, 3, 4, 5, 9, 131, 530, 20001), (True, False), ("rmsnorm", "layernorm")):
+        problem = replace(backward(columns, "bfloat16", "bfloat16", rows=rows, norm=norm), want_dx=want_dx)
+        chosen = config.backward_config(problem, 2, device)
+        of_forward = config.forward_config(forward_of(problem), 2, device)
+        at_once = max(1, multiprocessors * blocks_at_once(chosen, device) // chosen.cluster)
+        walkers = config.grid(chosen, problem, at_once, device).walkers
+        forward_walkers = config.forward_walkers(of_forward, rows, at_once, device)
+        for one, number in ((chosen, walkers), (of_forward, forward_walkers)):
+            if odd_way(one) in (1, 2):
+                found += 1
+                assert number * one.groups % 2 == 0 or number * one.groups >= rows, (rows, norm, one)
+    assert found or columns > 8191
+
+
 @pytest.mark.parametrize(
     ("norm", "rows", "columns", "device", "warps"),
     [
