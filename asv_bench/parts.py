@@ -62,7 +62,7 @@ COPIES = (
                 const auto *b = reinterpret_cast<const unsigned*>(dy.words);
 #pragma unroll
                 for (int i = 0; i < XVector::kBytes / 4; ++i) reinterpret_cast<unsigned*>(sum.words)[i] = a[i] + b[i];
-                if (holds) sum.store_streaming(dx + at.offset(k));""",
+                writer.put<true>(dx, at, k, sum, before.active, holds);""",
     ),
     ("now.row = statistics.of(a, first_row, walk.step, j);", "now.row.rstd = 1;"),
     ("    statistics.load_next(a, first_row, walk.step, 0);\n", ""),

@@ -18,8 +18,9 @@ import numpy as np
 import cupynorm
 from cupynorm.cuda.config import column_blocks
 
-# Parts of a warp, one warp, several, blocks of several teams, clusters of 2 to 16; off 16 bytes where N is odd, read
-# in several elements at a time where it is even, but no multiple of 8 (of float32, of 4, up to 512). With
+# Parts of a warp, one warp, several, blocks of several teams, clusters of 2 to 16; off 16 bytes where N is odd, then
+# read in pairs (16-bit types, from 33 to 40896), in several elements at a time where it is even, but no multiple of 8
+# (of float32, of 4, up to 512). With
 # little data blocks of their own sum dw and db, two of them on a multiprocessor at 400x3072 of float32 and 150x10240 of
 # bfloat16, with slices of any width at 1017x4096, 407x10240 and 127x32768, several for a slice from 9000x128 on; the
 # few rows, 300x128 the most, one row and 90x896, have a kernel of their own.
@@ -39,13 +40,14 @@ SHAPES = (
 MEETING = (
     (6200, 1024), (1900, 4096), (400, 4095), (500, 16384), (240, 40960), (120, 65536), (60, 262144),
     (70, 131072), (90, 98304), (20, 524288),
-    (51000, 1004), (12000, 4098), (900, 20004), (51000, 1001), (60000, 513), (90001, 257),
+    (51000, 1004), (12000, 4098), (900, 20004), (51000, 1001), (60000, 513), (90001, 257), (5000, 5001), (900, 16385),
     (51000, 1024), (3200, 7168), (300000, 128), (102000, 512), (1800, 14336), (3200, 16384),
 )  # fmt: skip
-# With gaps of so many elements between rows: several in a copy, but the last two, one.
+# With gaps of so many elements between rows: several in a copy, or one. Of odd rows dx starts elsewhere than x, y too.
 GAPS = (
     (40, 128, 8), (3000, 512, 64), (77, 384, 8), (300, 129, 1), (40, 300, 50), (70, 33, 7),
     (77, 640, 1), (30, 1100, 21), (9, 1024, 8), (600, 640, 64), (30, 700, 1), (70, 65, 1), (50, 1001, 2), (40, 500, 1),
+    (40, 4097, 1), (20, 12289, 1),
 )  # fmt: skip
 
 

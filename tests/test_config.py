@@ -800,7 +800,7 @@ def test_short_rows_are_those_that_leave_a_warp_columns_to_read(norm, aligned):
         for columns in (129, 512, 513, 1000, 1023, 1024, 1025, 1279, 1280, 1281, 4095, 10241, 65537, 131073, 262145)
         for problem in [backward(columns, "bfloat16", "bfloat16", norm=norm)]
     }
-    assert not any(found.values()), "odd rows ask for their last pairs alone"
+    assert not any(found.values()), "in pairs, or as long as their warps"
     mixed = backward(1000, "bfloat16", "float16", norm=norm)
     chosen = config.backward_config(mixed, 16 if aligned else 2, DEVICES["sm_90"])
     assert ("SHORT_ROWS=1" in chosen.definitions) == (not aligned)

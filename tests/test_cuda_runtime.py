@@ -220,7 +220,7 @@ PACE_CASES = {
     "float32": (256, 768, 1792, 4096, 7168, 16384, 32768, 131072),
 }
 PACE_GANGS = (131072, 163840)  # not where memory is fast, unless they have to
-PACE_NEVER = 2047  # in single columns
+PACE_NEVER = 2047  # odd, of few warps, with idle lanes
 
 
 # As if memory were not slow; these as if it were, too.
