@@ -97,20 +97,35 @@ ALLOWED_SPILLS = (
     ),
     *(
         Allowed(
-            "forward_staged",
+            kernel,
             "sm_90",
-            ("LAYER_NORM=1", f"X_TYPE={x}", "VECTOR=0", "COLUMNS_PER_THREAD=24", "CLUSTER=1"),
+            (f"LAYER_NORM={norm}", f"X_TYPE={x}", "VECTOR=0", *others),
             8,
             "By the disassembly: a register, set before the first row and read once a row. Not timed.",
         )
         for x in ("float16", "bfloat16")
+        for kernel, norm, others in (
+            ("backward_staged", 1, ("WANT_DB=1", "COLUMNS_PER_THREAD=24", "PART_OF_WARP=1", "ODD_ROWS=1")),
+            ("forward_staged", 0, ("COLUMNS_PER_THREAD=36", "CLUSTER=1", "NARROW_VECTOR=2")),
+            ("forward_staged", 1, ("COLUMNS_PER_THREAD=32", "CLUSTER=16")),
+        )
+    ),
+    *(
+        Allowed(
+            "forward_staged",
+            "sm_90",
+            ("LAYER_NORM=1", f"X_TYPE={x}", "VECTOR=0", "COLUMNS_PER_THREAD=24", "CLUSTER=1", "ODD_ROWS=2"),
+            8,
+            "By the disassembly: a register, written and read once a row. Not timed.",
+        )
+        for x in ("float16", "bfloat16")
     ),
     Allowed(
-        "forward_staged",
-        "sm_120",
-        ("LAYER_NORM=0", "X_TYPE=float64", "VECTOR=1", "COLUMNS_PER_THREAD=8", "CLUSTER=1"),
+        "backward_staged",
+        "sm_100",
+        ("LAYER_NORM=1", "X_TYPE=float16", "COLUMNS_PER_THREAD=24", "PART_OF_WARP=1", "ROW_GAPS=1", "ODD_ROWS=3"),
         8,
-        "By the disassembly: a register, set before the first row and read once a row. Not timed.",
+        "By the disassembly: 16 bits, written at one of three places and read once a row. Not timed.",
     ),
     Allowed(
         "backward_direct",
@@ -150,7 +165,8 @@ def allowance(spill: Spill) -> Allowed | None:
         if allowed.kernel == spill.kernel
         and allowed.architecture in (None, spill.architecture)
         and set(allowed.definitions) <= set(spill.definitions)
-        and not any(text.startswith("NARROW_VECTOR=") for text in spill.definitions)  # none of these was looked at
+        # Of several elements an access only those that an entry names were looked at.
+        and not any(text.startswith("NARROW_VECTOR=") for text in {*spill.definitions} - {*allowed.definitions})
     )
     return max(agree, key=lambda allowed: allowed.most, default=None)
 
