@@ -1,7 +1,7 @@
 """Every kernel variant that the library can choose compiles without spills, for every architecture it speaks of.
 
 A spill, from registers to memory, costs half the speed or more in a loop over columns, so none is allowed that is not
-listed here with its reason. Compiling all variants takes 30 to 60 minutes on two cores: a record (compiling.py) says
+listed here with its reason. Compiling all variants takes over an hour on two cores: a record (compiling.py) says
 what came of that for these very sources, and here a part of them is compiled anew, another one whenever the sources
 change.
 """
