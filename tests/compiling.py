@@ -4,9 +4,11 @@ All of them, some 12900, take 80 to 100 minutes on two cores, with cupynorm inst
 
     python tests/compiling.py
 
-compiles them and writes tests/compile_record.json, which is committed beside the sources that it is about. `problems`
-says what keeps a record from vouching for a tree; the tests ask that, and compile a part of the variants themselves.
-NVRTC needs no GPU. Where there is one,
+compiles them and writes tests/compile_record.json, which is committed beside the sources that it is about. Kernel files
+that are compiled as the record there has it, from the same text and with the same definitions, are not compiled again:
+comments, and launch choices that ask for no other kernels, change nothing. `problems` says what keeps a record from
+vouching for a tree; the tests ask that, and compile a part of the variants themselves. NVRTC needs no GPU. Where there
+is one,
 
     python tests/compiling.py --cache
 
@@ -16,6 +18,7 @@ then find theirs there.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -27,8 +30,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_record import ROOT, source_digest
-
 from cupynorm.cuda import module
 from cupynorm.cuda.config.variants import Variant, variants
 
@@ -37,6 +38,9 @@ HOW_TO = "make a new one with `python tests/compiling.py`"
 # What CuPy adds to a module's own options (cupy/cuda/compiler.py); with -ftz=true other instructions come out.
 OPTIONS_OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")
 COMPUTE_CAPABILITIES = ((7, 5), (8, 0), (9, 0), (10, 0), (12, 0))
+
+INCLUDE = re.compile(r'#include "(.+?)"')
+STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 REPORT = re.compile(
     r"Function properties for (\w+)\s+ptxas\s+[.:]\s+(\d+) bytes stack frame, "
@@ -100,24 +104,70 @@ def compile_all(capability: tuple[int, int], chosen: Iterable[Variant]) -> tuple
     return spills, wrong
 
 
+def compiled_text(text: str) -> str:
+    """Without comments, and what lies between them and the lines' ends."""
+    code = STRING_OR_COMMENT.sub(lambda found: found[0] if found[0].startswith('"') else " ", text)
+    return "\n".join(line.rstrip() for line in code.splitlines() if line.strip())
+
+
+def with_includes(file: str) -> list[str]:
+    """The names of a kernel file and of all that it includes, each once."""
+    names = [file]
+    for name in names:
+        text = (module.source_directory() / name).read_text(encoding="utf-8")
+        names += [found for found in INCLUDE.findall(text) if found not in names]
+    return names
+
+
+@functools.cache
+def every_variant() -> dict[tuple[int, int], tuple[Variant, ...]]:
+    return {capability: tuple(variants(capability)) for capability in COMPUTE_CAPABILITIES}
+
+
+@functools.cache
+def file_digests() -> dict[str, str]:
+    """SHA-256, for each kernel file, over all that decides what comes of compiling it, but for NVRTC's version."""
+    asked_for: dict[str, list[str]] = {}
+    for capability, chosen in every_variant().items():
+        for variant in chosen:
+            words = (architecture(capability), *variant.kernels, *variant.definitions)
+            asked_for.setdefault(variant.file, []).append(" ".join(words))
+    options = [*module.COMPILE_OPTIONS, *OPTIONS_OF_CUPY]
+    digests = {}
+    for file, words in asked_for.items():
+        names = with_includes(file)
+        included = [(module.source_directory() / name).read_text(encoding="utf-8") for name in names[1:]]
+        texts = map(compiled_text, [module.source(file, ("NAME=VALUE",)), *included])
+        parts = [*options, *names, *texts, *sorted(words)]
+        digests[file] = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return digests
+
+
 def sample(capability: tuple[int, int], part: int) -> Iterator[Variant]:
-    """One of `part` variants; others when the sources change."""
-    digest = source_digest(ROOT)
-    for variant in variants(capability):
-        name = f"{digest} {architecture(capability)} {variant.file} {' '.join(variant.definitions)}"
+    """One of `part` variants; others when what is compiled changes."""
+    for variant in every_variant()[capability]:
+        name = f"{file_digests()[variant.file]} {architecture(capability)} {' '.join(variant.definitions)}"
         if int(hashlib.sha256(name.encode()).hexdigest(), 16) % part == 0:
             yield variant
 
 
-def problems(record: dict[str, Any], digest: str) -> list[str]:
-    """What keeps a record from vouching for a tree with this digest, beside spills; empty if nothing does."""
+def counts() -> dict[str, int]:
+    """Variants, for each architecture."""
+    return {architecture(capability): len(chosen) for capability, chosen in every_variant().items()}
+
+
+def problems(record: dict[str, Any], digests: dict[str, str]) -> list[str]:
+    """What keeps a record from vouching for a tree with these file_digests(), beside spills; empty if nothing does."""
     found = list(record["wrong"])
-    if record["sources_sha256"] != digest:
-        found.append(f"it covers sources with SHA-256 {record['sources_sha256']}, the tree's are {digest}; {HOW_TO}")
-    counts = {architecture(capability): len(list(variants(capability))) for capability in COMPUTE_CAPABILITIES}
-    if record["variants"] != counts:
-        found.append(f"it has {record['variants']} variants, the tree {counts}; {HOW_TO}")
+    if changed := sorted({*digests, *record["files"]} - unchanged(record, digests)):
+        found.append(f"it is not about what is compiled of {', '.join(changed)}; {HOW_TO}")
     return found
+
+
+def unchanged(record: dict[str, Any], digests: dict[str, str]) -> set[str]:
+    """Kernel files whose variants the record is about, and found nothing wrong with."""
+    failed = {word for text in record["wrong"] for word in text.replace(":", " ").split()}
+    return {file for file, digest in digests.items() if record["files"].get(file) == digest and file not in failed}
 
 
 def recorded_spills(record: dict[str, Any]) -> list[Spill]:
@@ -151,24 +201,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{fill_cache()} variants are in CuPy's cache")
         return 0
 
-    from cupy.cuda import nvrtc
-
-    record: dict[str, Any] = {
-        "sources_sha256": source_digest(ROOT),
-        "nvrtc": ".".join(map(str, nvrtc.getVersion())),
-        "variants": {},
-        "spills": [],
-        "wrong": [],
-    }
-    for capability in COMPUTE_CAPABILITIES:
-        every = list(variants(capability))
-        spills, wrong = compile_all(capability, every)
-        record["variants"][architecture(capability)] = len(every)
-        record["spills"] += spills
-        record["wrong"] += wrong
-        print(f"{architecture(capability)}: {len(every)} variants, {len(spills)} spill", *wrong, sep="\n", flush=True)
+    before = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else None
+    record = renewed(before)
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 1 if record["wrong"] else 0
+
+
+def renewed(before: dict[str, Any] | None) -> dict[str, Any]:
+    """A record of this tree, for which what `before` says of unchanged files is taken from there."""
+    from cupy.cuda import nvrtc
+
+    version = ".".join(map(str, nvrtc.getVersion()))
+    known = unchanged(before, file_digests()) if before and before["nvrtc"] == version else set()
+    file_of = {kernel: each.file for chosen in every_variant().values() for each in chosen for kernel in each.kernels}
+    kept = [spill for spill in recorded_spills(before) if file_of.get(spill.kernel) in known] if before else []
+    spills, wrong = [], []
+    for capability, chosen in every_variant().items():
+        again = [variant for variant in chosen if variant.file not in known]
+        found, failed = compile_all(capability, again)
+        name = architecture(capability)
+        spills += [*(spill for spill in kept if spill.architecture == name), *found]
+        wrong += failed
+        print(
+            f"{name}: {len(again)} of {len(chosen)} variants compiled, {len(found)} spill",
+            *failed,
+            sep="\n",
+            flush=True,
+        )
+    return {"nvrtc": version, "variants": counts(), "files": file_digests(), "spills": spills, "wrong": wrong}
 
 
 if __name__ == "__main__":

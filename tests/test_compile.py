@@ -2,8 +2,8 @@
 
 A spill, from registers to memory, costs half the speed or more in a loop over columns, so none is allowed that is not
 listed here with its reason. Compiling all variants takes over an hour on two cores: a record (compiling.py) says
-what came of that for these very sources, and here a part of them is compiled anew, another one whenever the sources
-change.
+what came of that for these very sources, comments apart, and here a part of them is compiled anew, another one whenever
+the sources change.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import compiling
@@ -22,14 +23,18 @@ from compiling import (
     architecture,
     compile_all,
     compile_variant,
+    compiled_text,
+    counts,
+    every_variant,
+    file_digests,
     problems,
     recorded_spills,
+    renewed,
     sample,
 )
-from gpu_record import ROOT, source_digest
 
 from cupynorm.cuda import module
-from cupynorm.cuda.config.variants import Variant, variants
+from cupynorm.cuda.config.variants import Variant
 
 pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
 
@@ -197,7 +202,7 @@ def test_a_part_of_the_variants_compiles_without_spills(capability: tuple[int, i
 
 
 def test_all_variants_compiled_without_spills(record: dict[str, Any]) -> None:
-    found = problems(record, source_digest(ROOT)) + not_allowed(recorded_spills(record))
+    found = problems(record, file_digests()) + not_allowed(recorded_spills(record))
     assert not found, "\n".join(["tests/compile_record.json:", *found])
 
 
@@ -208,27 +213,104 @@ def test_every_allowance_is_as_large_as_what_it_allows(record: dict[str, Any], e
 
 
 def test_a_record_of_other_sources_does_not_pass(record: dict[str, Any]) -> None:
-    assert not problems(record, record["sources_sha256"])
-    (problem,) = problems(record, "0" * 64)
-    assert "covers sources with SHA-256" in problem
-    fewer = copy.deepcopy(record)
-    fewer["variants"]["sm_90"] -= 1
-    (problem,) = problems(fewer, record["sources_sha256"])
-    assert "variants" in problem
+    digests = file_digests()
+    assert not problems(record, digests)
+    (problem,) = problems(record, {**digests, "forward.cu": "0" * 64})
+    assert problem.startswith("it is not about what is compiled of forward.cu; ")
+    (problem,) = problems(record, {**digests, "new.cu": "0" * 64})
+    assert "compiled of new.cu;" in problem
+    (problem,) = problems(record, {file: digest for file, digest in digests.items() if file != "triad.cu"})
+    assert "compiled of triad.cu;" in problem
     worse = copy.deepcopy(record)
     worse["wrong"].append("sm_90 triad.cu: does not compile")
-    assert problems(worse, record["sources_sha256"]) == ["sm_90 triad.cu: does not compile"]
+    assert problems(worse, digests)[0] == "sm_90 triad.cu: does not compile"
     spill = ["sm_90", "triad", ["ELEMENT=float32"], 8, 8, 4]
     assert not_allowed(recorded_spills({"spills": [spill]})) == [
         "sm_90 triad ELEMENT=float32: 8 bytes of stack, spills 8 and reloads 4"
     ]
 
 
+def test_the_record_counts_what_the_tree_has(record: dict[str, Any]) -> None:
+    assert record["variants"] == counts()
+
+
+def test_what_is_compiled_has_no_comments() -> None:
+    text = """
+    // of a whole line
+    int a;  // behind code
+      /* of
+         several lines */ int b = '"' == 34 /* within */ + 1;
+    asm("// not a comment, nor this: /* */ \\"" : : "r"(a));  // but "this" is
+    """
+    assert compiled_text(text).split("\n") == [
+        "    int a;",
+        "        int b = '\"' == 34   + 1;",
+        '    asm("// not a comment, nor this: /* */ \\"" : : "r"(a));',
+    ]
+
+
+def test_digests_are_of_all_that_a_file_includes_and_of_no_comments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files = {path.name: path.read_text(encoding="utf-8") for path in module.source_directory().iterdir()}
+    chosen = {(9, 0): tuple(Variant(file, ("kernel",), ("A=1",)) for file in sorted(files) if file.endswith(".cu"))}
+    monkeypatch.setattr(module, "source_directory", lambda: tmp_path)
+    monkeypatch.setattr("compiling.every_variant", lambda: chosen)
+
+    def digests(**texts: str) -> dict[str, str]:
+        for name, text in {**files, **{name.replace("__", "."): text for name, text in texts.items()}}.items():
+            (tmp_path / name).write_text(text, encoding="utf-8")
+        return file_digests.__wrapped__()
+
+    def changed(**texts: str) -> set[str]:
+        after = digests(**texts)
+        return {file for file, digest in digests().items() if after[file] != digest}
+
+    assert set(digests()) == {variant.file for variant in chosen[9, 0]}
+    assert not changed(element__cuh="// more words\n" + files["element.cuh"])
+    assert changed(triad__cu=files["triad.cu"] + "int more;") == {"triad.cu"}
+    of_backward = changed(reduction__cuh=files["reduction.cuh"] + "int more;")
+    assert of_backward == {file for file in digests() if file.startswith("backward")}
+    assert {"backward_staged.cu", "forward_staged.cu"} <= changed(staged__cuh=files["staged.cuh"] + "int more;")
+    before = digests()
+    chosen[9, 0] = (*chosen[9, 0], Variant("forward.cu", ("kernel",), ("A=2",)))
+    assert {file for file, digest in digests().items() if before[file] != digest} == {"forward.cu"}
+
+
+def test_a_new_record_compiles_what_changed_and_keeps_the_rest(
+    monkeypatch: pytest.MonkeyPatch, record: dict[str, Any]
+) -> None:
+    compiled = []
+
+    def compile_none(capability: tuple[int, int], chosen: list[Variant]) -> tuple[list[Spill], list[str]]:
+        compiled.extend((capability, variant.file) for variant in chosen)
+        return [], []
+
+    monkeypatch.setattr("compiling.compile_all", compile_none)
+    assert json.loads(json.dumps(renewed(record))) == record
+    assert not compiled
+    before = copy.deepcopy(record)
+    before["files"]["backward_staged.cu"] = "0" * 64
+    before["wrong"] = ["sm_90 triad.cu ELEMENT=float32: does not compile:\nan error"]
+    after = renewed(before)
+    assert {file for _, file in compiled} == {"backward_staged.cu", "triad.cu"}
+    assert {capability for capability, _ in compiled} == set(COMPUTE_CAPABILITIES)
+    assert after["files"] == file_digests()
+    assert not after["wrong"]
+    kept = [spill for spill in recorded_spills(record) if spill.kernel != "backward_staged"]
+    assert kept
+    assert recorded_spills(after) == kept
+    for other in (None, {**record, "nvrtc": "11.0"}):
+        compiled.clear()
+        assert not recorded_spills(renewed(other))
+        assert len(compiled) == sum(counts().values())
+
+
 def test_the_parts_differ_between_sources_and_are_fair(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = list(variants((9, 0)))
+    every = every_variant()[9, 0]
     one = list(sample((9, 0), PART))
     assert 0.6 < len(one) / (len(every) / PART) < 1.4
-    monkeypatch.setattr("compiling.source_digest", lambda root: "other")
+    monkeypatch.setattr("compiling.file_digests", lambda: dict.fromkeys({each.file for each in every}, "other"))
     assert set(one) != set(sample((9, 0), PART))
 
 
