@@ -32,7 +32,7 @@ constexpr bool kManyColumns = kColumnsPerThread * int(sizeof(Compute)) > 160;
 constexpr bool kReadsAll = !VECTOR && kWholeWarps && !SHORT_ROWS && !kOddRows;
 
 // Of an odd row all of a thread's pairs are columns that its warp has but, perhaps, in the first pair and in the last ones: so the
-// columns a thread are chosen (odd_span() of config/common.py). Which of these are, PairsHeld says.
+// columns a thread are chosen (short_row() and staged_threads() of config/common.py, by odd_span()). Which of these are, PairsHeld says.
 constexpr int kLastPairs = kWholeWarps ? 3 : 2;
 static_assert(!kOddRows || (kVector == 2 && kVectors > kLastPairs && !GANG), "pairs, of which most are full");
 

@@ -132,8 +132,8 @@ __device__ inline float64 fused(float64 a, float64 b, float64 c) { return __fma_
 #define NARROW_VECTOR 1
 #endif
 
-// Odd rows: of 16 bits, which start, or end, at odd elements. A thread's columns come in pairs (struct OddPair, columns.cuh). A row has
-// the same bits in all three.
+// Odd rows: of 16 bits, which start, or end, at odd elements. A thread's columns come in pairs (struct OddPair below, Columns of
+// columns.cuh), in one of three ways, of which a row has the same bits in all:
 //   1: pairs are words of memory as they lie, so that those of a row which starts at an odd element begin one before it (kShifts):
 //      x, dy and dx (forward x and y) of a row start at the same half of a word, and so do all rows of a group
 //   2: the same, but what is written may start at the other half (RowWriter of columns.cuh)

@@ -38,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
     load(int64(blockIdx.x) * groups + group);
 
     const RootOfMean root(a.eps);
+    const ThreadPart part([&](int k) { return column_of(k) < a.columns; });
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
     int buffer = 0;
     for (int64 first_row = int64(blockIdx.x) * groups; first_row < a.rows; first_row += step) {
@@ -48,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
         for (int k = 0; k < kVectors; ++k) next[k].unpack(x[k]);
         load(row + step);
 
-        Compute mean = Compute(0);
+        Compute mean = Compute(0), centre = Compute(0);
         if constexpr (kLayerNorm) {
             ThreadSum sum;
 #pragma unroll
@@ -57,8 +58,10 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
                 for (int v = 0; v < kVector; ++v) sum.of(k, v) += x[k][v];
             }
             Sums<Compute> sums = sum.sums(own);
+            const Compute own_sum = sums.first;
             group_sum.all<false>(sums, a.group_threads, buffer);
             mean = mean_of(sums.first, reciprocal_columns);
+            centre = part.centre(own_sum, mean);
         }
         ThreadSum squares;
 #pragma unroll
@@ -67,12 +70,13 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
 #pragma unroll
                 for (int v = 0; v < kVector; ++v) {
                     if (kOddRows && column_of(k) + v >= a.columns) continue;
-                    x[k][v] -= mean;
-                    squares.of(k, v) += x[k][v] * x[k][v];
+                    const Compute distance = x[k][v] - centre;
+                    squares.of(k, v) += distance * distance;
                 }
             }
         }
         Sums<Compute> sums = squares.sums(own);
+        sums.first = part.about(mean, centre, sums.first);
         group_sum.all<false>(sums, a.group_threads, buffer);
         const Compute rstd = root.reciprocal(sums.first * reciprocal_columns);
 
@@ -81,7 +85,10 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
             for (int k = 0; k < kVectors; ++k) {
                 if (column_of(k) < a.columns) {
 #pragma unroll
-                    for (int v = 0; v < kVector; ++v) x[k][v] = x[k][v] * rstd * w[k][v] + b[k][v];
+                    for (int v = 0; v < kVector; ++v) {
+                        const Compute centred = kLayerNorm ? x[k][v] - mean : x[k][v];
+                        x[k][v] = centred * rstd * w[k][v] + b[k][v];
+                    }
                     Vector packed;
                     packed.pack(x[k]);
                     store_held<true>(packed, a.y + row * a.y_row_stride + column_of(k), held.of(k, true));

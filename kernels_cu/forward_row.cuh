@@ -1,9 +1,8 @@
 // A row of the forward pass, held in registers by the threads that share it: its statistics, and y.
 //
-// One exchange is enough for LayerNorm, too: a warp finds its own mean, and the squares of the distances from that. With n
-// columns, mean m and squares q in each warp, the row's squares are Σ q + n·(m − mean)² (Chan, Golub and LeVeque, 1979), as
-// exact as centring all columns. Orders of sums: over a thread's columns, over its lanes by a butterfly, over the warps and
-// blocks likewise.
+// One exchange is enough for LayerNorm, too: a warp finds its own mean, and the squares of the distances from that, its threads
+// likewise (forward.cuh). Orders of sums: over a thread's columns, over its lanes by a butterfly, over the warps and blocks
+// likewise.
 #pragma once
 
 #include "forward.cuh"
@@ -49,11 +48,12 @@ template <class Exchange> struct RowMoments {
 
     const Exchange& exchange;
     const RootOfMean root;
+    const ThreadPart part;
     Compute reciprocal_columns, reciprocal_warp_columns;
     Compute entry_columns[kEach];  // of the warps whose entries this lane reads; 0: there is no such warp
 
     __device__ RowMoments(const ForwardArguments& a, const Columns& own, const Exchange& exchange)
-        : exchange(exchange), root(a.eps), reciprocal_columns(Compute(1) / Compute(a.columns)) {
+        : exchange(exchange), root(a.eps), part([&](int k) { return own.holds(k); }), reciprocal_columns(Compute(1) / Compute(a.columns)) {
         const int span = exchange.lanes * kColumnsPerThread;  // of the group's lanes in a warp
         const int columns = kOddRows ? own.end - own.begin : held(own.end - own.begin, span);
         reciprocal_warp_columns = columns ? Compute(1) / Compute(columns) : Compute(0);
@@ -70,7 +70,7 @@ template <class Exchange> struct RowMoments {
 
     // `held` is of an odd row.
     __device__ Sums<Compute> of_warp(const Kept (&row)[kVectors], const Columns& at, const PairsHeld& held) const {
-        Compute x[kVector], mean = Compute(0);
+        Compute x[kVector], mean = Compute(0), centre = Compute(0);
         if constexpr (kLayerNorm) {
             ThreadSum sum;
 #pragma unroll
@@ -79,7 +79,11 @@ template <class Exchange> struct RowMoments {
 #pragma unroll
                 for (int v = 0; v < kVector; ++v) sum.of(k, v) += x[v];
             }
-            mean = mean_of(in_warp(sum, at), reciprocal_warp_columns);
+            Sums<Compute> sums = sum.sums(at);
+            const Compute own_sum = sums.first;
+            exchange.sum_in_warp(sums);
+            mean = mean_of(sums.first, reciprocal_warp_columns);
+            centre = part.centre(own_sum, mean);
         }
         ThreadSum squares;
 #pragma unroll
@@ -88,12 +92,15 @@ template <class Exchange> struct RowMoments {
             const Held of_vector = held.of(k, at.holds(k));
 #pragma unroll
             for (int v = 0; v < kVector; ++v) {
-                const Compute centre = (kOddRows ? of_vector >> 16 * v & 1 : of_vector) ? mean : Compute(0);
-                const Compute distance = kLayerNorm ? x[v] - centre : x[v];
+                const Compute centre_of = (kOddRows ? of_vector >> 16 * v & 1 : of_vector) ? centre : Compute(0);
+                const Compute distance = kLayerNorm ? x[v] - centre_of : x[v];
                 squares.of(k, v) += distance * distance;
             }
         }
-        return {in_warp(squares, at), mean};
+        Sums<Compute> sums = squares.sums(at);
+        sums.first = part.about(mean, centre, sums.first);
+        exchange.sum_in_warp(sums);
+        return {sums.first, mean};
     }
 
     __device__ RowStatistics of_row(int j, const Sums<Compute>& posted) const {
@@ -125,11 +132,6 @@ template <class Exchange> struct RowMoments {
     }
 
 private:
-    __device__ Compute in_warp(const ThreadSum& sum, const Columns& at) const {
-        Sums<Compute> sums = sum.sums(at);
-        exchange.sum_in_warp(sums);
-        return sums.first;
-    }
     __device__ static int held(int left, int span) { return left < 0 ? 0 : minimum(left, span); }
 };
 

@@ -791,6 +791,36 @@ def test_walkers_are_left_out_where_it_was_measured():
     assert forward_walkers(8192, 132, 5) == 5
 
 
+@pytest.mark.parametrize(("columns", "at_once"), [(8191, 132), (12289, 66), (33001, 30)])
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_an_even_number_of_walkers_takes_no_more_steps(norm, columns, at_once):
+    """Forward, odd rows, where none are drawn: as few steps as with as many walkers as there may be."""
+    device = DEVICES["sm_90"]
+    for rows in range(2, 12 * at_once):
+        problem = forward_of(backward(columns, "bfloat16", "bfloat16", rows=rows, norm=norm))
+        chosen = config.forward_config(problem, 2, device)
+        walkers = config.forward_walkers(chosen, rows, at_once, device)
+        if not config.forward_steps(chosen, rows, walkers)[2]:
+            assert -(-rows // walkers) == -(-rows // min(at_once, rows)), rows
+            assert walkers % 2 == 0 or walkers >= rows, rows
+
+
+@pytest.mark.parametrize(("name", "lead_of_two", "lead_of_four"), [("sm_90_slow", 4, 4), ("sm_90", 6, 10)])
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_clusters_with_40_and_48_columns_a_thread_have_three_stages_and_keep_pace_forward(
+    norm, name, lead_of_two, lead_of_four
+):
+    device = DEVICES[name]
+    for columns, cluster in ((18432, 2), (20480, 2), (24576, 2), (40960, 4), (49152, 4), (81920, 8), (163840, 16)):
+        for rows in (64, 8192):
+            problem = forward_of(backward(columns, "bfloat16", "bfloat16", rows=rows, norm=norm))
+            chosen = config.forward_config(problem, 16, device)
+            lead = lead_of_four if cluster > 2 and norm == "layernorm" else lead_of_two
+            assert (chosen.cluster, chosen.stages, chosen.lead) == (cluster, 3, lead), columns
+    of_float32 = config.forward_config(forward_of(backward(40960, "float32", "float32", norm=norm)), 16, device)
+    assert (of_float32.cluster, defined(of_float32, "COLUMNS_PER_THREAD"), of_float32.lead) == (4, 40, 0)
+
+
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_short_rows_are_those_that_leave_a_warp_columns_to_read(norm, aligned):
@@ -1734,7 +1764,7 @@ def test_kernels_and_launches_agree_on_what_gangs_exchange():
         ("layernorm", 2560, "float32", 40, 3, 2),
         ("layernorm", 12288, "bfloat16", 48, 3, 2),
         ("layernorm", 8192, "bfloat16", 64, 3, 3),
-        ("layernorm", 20480, "bfloat16", 40, 3, 2),  # a cluster
+        ("layernorm", 20480, "bfloat16", 40, 3, 3),  # a cluster
         ("layernorm", 384, "bfloat16", 24, 3, 3),  # of a part of a warp
         ("rmsnorm", 384, "bfloat16", 24, 2, 2),
         ("layernorm", 256, "bfloat16", 32, 2, 2),
@@ -1768,8 +1798,8 @@ def replace_stages(chosen: config.ForwardConfig) -> config.ForwardConfig:
         (32768, 4, 32, True),
         (57344, 8, 32, False),
         (131072, 8, 64, True),
-        (163840, 16, 40, False),
-        (196608, 16, 48, False),
+        (163840, 16, 40, True),
+        (196608, 16, 48, True),
         (262144, 16, 64, True),
     ],
 )
@@ -1803,9 +1833,11 @@ def test_who_keeps_pace(name):
         assert (chosen.lead > 0) == (wanted and not chosen.gang), (norm, columns)
         forward = forward_of(problem)
         chosen = config.forward_config(forward, 16, hopper)
-        wanted = name in ("float16", "bfloat16") and columns in (32768, 65536)
+        of_16_bits = name in ("float16", "bfloat16")
+        wanted = of_16_bits and columns in (20480, 32768, 65536)
         if norm == "rmsnorm" and name != "float64":
-            wanted = columns in (14336, 16384, 32768, 65536, 262144) and chosen.kernel == "forward_staged"
+            paced = (14336, 16384, 32768, 65536, 262144, *((20480,) if of_16_bits else ()))
+            wanted = columns in paced and chosen.kernel == "forward_staged"
         assert (chosen.lead > 0) == wanted, (norm, columns)
 
 

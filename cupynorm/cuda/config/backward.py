@@ -106,7 +106,7 @@ STAGED_MOST_COLUMNS_LAYERNORM, STAGED_MOST_COLUMNS_CLUSTER = {40: 8448}, 2
 # 246 → 242 us). LayerNorm from 12 on lost at some lengths.
 PACE_LEAST_STEPS = {"rmsnorm": 12, "layernorm": 24}
 PACED_PART_LEAST_THREADS = 8  # of a row: see may_keep_pace()
-PACED_NARROW_LEAST_COLUMNS = 32  # a thread, LayerNorm
+PACED_NARROW_LEAST_COLUMNS = 32  # a thread, of several elements an access: LayerNorm, and odd rows of both norms
 
 # Of odd rows of several warps: those with so many columns a thread, if few of their lanes are idle, and those with
 # PACED_NARROW_LEAST_COLUMNS of so many warps (1 GB, 7001, RMSNorm: 254.2 → 241.4 us, LayerNorm, which has 28 columns:
@@ -430,13 +430,13 @@ def may_keep_pace(kind: Kind, access: Access, held: tuple[int, int], cluster: in
     """Whether walkers keep pace in long launches; not where a row is shorter than a thread's columns.
 
     `held` is what short_row() or staged_threads() chose; `full` says that the lanes of every block, but perhaps the
-    last of a cluster, all hold as many columns. LayerNorm's loop with db is nearly as slow as memory, so that it loses
-    where columns of a step are missing or fewer multiprocessors walk (24 columns a thread, 1 GB: 768 252.5 → 243.3 us;
-    not full, 640 260 → 276; clusters of four 24576 251.1 → 263.5). Off 16 bytes in accesses of several elements longer
-    rows do, LayerNorm's with many columns (1004: 258.5 → 244.4, 4100: 261.9 → 245.1, but 700: 249.2 → 260.4), or where
-    memory is slow and rows of a warp are odd (an H100, 641: 357 → 338; longer ones: PACED_ODD_LEAST_COLUMNS). Of these
-    also what was not timed: on compute capability 10.0, in clusters of sixteen, without db, for dx alone. Else what was
-    not timed keeps no pace.
+    last of a cluster, all hold as many columns, of odd rows about as many (_fills_pairs()). LayerNorm's loop with db is
+    nearly as slow as memory, so that it loses where columns of a step are missing or fewer multiprocessors walk (24
+    columns a thread, 1 GB: 768 252.5 → 243.3 us; not full, 640 260 → 276; clusters of four 24576 251.1 → 263.5). Off 16
+    bytes in accesses of several elements longer rows do, LayerNorm's with many columns (1004: 258.5 → 244.4, 4100:
+    261.9 → 245.1, but 700: 249.2 → 260.4), or where memory is slow and rows of a warp are odd (an H100, 641: 357 → 338;
+    longer ones: PACED_ODD_LEAST_COLUMNS). Of these also what was not timed: on compute capability 10.0, in clusters of
+    sixteen, without db, for dx alone. Else what was not timed keeps no pace.
     """
     norm, x, dy, sums_db, vector = kind
     per_thread, group = held
@@ -484,7 +484,8 @@ def _pace_least_steps(split: _Split, device: Device) -> int:
 def has_short_rows(x: str, vector: bool, per_thread: int, least_columns: int) -> bool:
     """SHORT_ROWS of columns.cuh, where blocks have so many columns of a row or more.
 
-    Kernels for both took NVRTC a quarter longer: N=4095 0.90 s of one core, not 0.75, LayerNorm 1.15, not 0.84.
+    Kernels for both took NVRTC a quarter longer: single columns, N=4095, 0.90 s of one core, not 0.75, LayerNorm 1.15,
+    not 0.84.
     """
     return not vector and per_thread > columns_per_thread(x) and least_columns < WARP * per_thread
 

@@ -42,7 +42,8 @@ NARROW_LONG_ITEMSIZE = 2
 
 # Odd rows, which start or end at odd elements, of 16-bit types, come in pairs of columns (ODD_ROWS of element.cuh). All
 # but the first and the last two or three of a thread's pairs are full, so not the shortest; nor those of larger
-# clusters than of four, for most columns a thread (1 GB, LayerNorm, 1001: 290 → 245 us, forward 229 → 177).
+# clusters than of four, of which there is an odd number, and one would be idle (1 GB, LayerNorm, 1001: 290 → 245 us,
+# forward 229 → 177).
 ODD_ITEMSIZE, ODD_LEAST_COLUMNS, ODD_MOST_CLUSTER = 2, 33, 4
 ODD_SLACK_BYTES = 384  # three pairs of each lane of a warp
 
@@ -213,7 +214,8 @@ def vector_width(*names: str) -> int:
 
 
 def access_of(problem: NormProblem, vector: bool, alignment: int, device: Device) -> Access:
-    """For rows that start at multiples of so many bytes. Of odd ones: ODD_IN_WORDS, or what odd_access() says."""
+    """For rows that start at multiples of so many bytes. Of odd ones ODD_IN_WORDS, in whose place the caller puts what
+    their starts allow."""
     x, itemsize, dy = problem.x_dtype.name, problem.x_dtype.itemsize, problem.dy_dtype
     several = accesses(x, None if dy is None else dy.name, vector, device)
     if problem.columns % 2 or alignment == itemsize:

@@ -128,6 +128,17 @@ LEAD_FORWARD_MANY = {
     False: {"rmsnorm": {8: 5, 16: 5}, "layernorm": {2: 5, 4: 6, 8: 6, 16: 0}},
     True: {"rmsnorm": {8: 4, 16: 4}, "layernorm": {2: 5, 4: 5, 8: 4, 16: 5}},
 }
+
+# And with so many columns a thread, of 16-bit types, which in clusters have FORWARD_STAGED_MORE_STAGES in any case, by
+# clusters of two and larger ones (1 GB, RMSNorm, 20480, with two stages, without pace and with six quarters, with
+# three and four, six, eight, ten: 172.1, 167.4, 164.6, 166.0, 169.8, 170.8 us; LayerNorm, 40960, with two and without,
+# with three and without, with six, eight, ten: 179.5, 174.9, 173.2, 171.3, 170.6; an H100, RMSNorm, 20480, before and
+# with four, six: 234.7, 227.0, 229.2).
+PACED_FORWARD_COLUMNS = 40, 48
+LEAD_FORWARD_40_48 = {
+    False: {"rmsnorm": (6, 6), "layernorm": (6, 10)},
+    True: {"rmsnorm": (4, 4), "layernorm": (4, 4)},
+}
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 
 # Where memory is slow, RMSNorm in vectors, if each walker has so many steps at least and fewer than so many (an H100,
@@ -232,15 +243,19 @@ def _drawn_part(
     return min([part, *most])
 
 
-def forward_keeps_pace(norm: str, held: tuple[int, int], cluster: int, vector: bool, full: bool) -> bool:
-    """Clusters alone, for these do not draw; with 24 or 40 columns a thread they took up to 3% more (48: not timed).
+def forward_keeps_pace(norm: str, x: str, held: tuple[int, int], cluster: int, vector: bool, full: bool) -> bool:
+    """Clusters alone, for these do not draw. `held` and `full` are as for may_keep_pace() of backward.py.
 
-    `held` and `full` are as for may_keep_pace() of backward.py. RMSNorm loses where not full, in clusters from four
-    blocks on (1 GB, 25600: 193.0 → 198.7 us; of two 14336: 170.3 → 166.5).
+    With 32 columns a thread RMSNorm loses where not full, in clusters from four blocks on (1 GB, 25600: 193.0 → 198.7
+    us; of two 14336: 170.3 → 166.5).
     """
-    many = held[0] == FORWARD_MANY_COLUMNS_PER_THREAD
+    many = held[0] == FORWARD_MANY_COLUMNS_PER_THREAD or _has_40_or_48(x, held)
     gains = held[0] == 32 and norm == "rmsnorm" and (full or cluster == 2)
     return vector and cluster > 1 and (many or gains)
+
+
+def _has_40_or_48(x: str, held: tuple[int, int]) -> bool:
+    return ITEMSIZE[x] == 2 and held[0] in PACED_FORWARD_COLUMNS
 
 
 def _forward_least_stages(norm: str, x: str, held: tuple[int, int], cluster: int, few_steps: bool) -> int:
@@ -248,7 +263,7 @@ def _forward_least_stages(norm: str, x: str, held: tuple[int, int], cluster: int
     more = norm == "layernorm" and held[0] in FORWARD_MORE_STAGES_PART_COLUMNS
     if has_whole_warps(x, held):
         slow = norm == "layernorm" and ITEMSIZE[x] == 2 and cluster == 1 and held[0] in FORWARD_MORE_STAGES_COLUMNS
-        more = few_steps or slow
+        more = few_steps or slow or (cluster > 1 and _has_40_or_48(x, held))
     return FORWARD_STAGED_MORE_STAGES if more else FORWARD_STAGED_LEAST_STAGES
 
 
@@ -265,9 +280,10 @@ def _wanted_stages(
 
 
 def _forward_lead(norm: str, per_thread: int, cluster: int, device: Device) -> int:
-    many = per_thread == FORWARD_MANY_COLUMNS_PER_THREAD
     slow = device.has_slow_memory
-    return LEAD_FORWARD_MANY[slow][norm][cluster] if many else LEAD_FORWARD[slow]
+    if per_thread == FORWARD_MANY_COLUMNS_PER_THREAD:
+        return LEAD_FORWARD_MANY[slow][norm][cluster]
+    return LEAD_FORWARD_40_48[slow][norm][cluster > 2] if per_thread in PACED_FORWARD_COLUMNS else LEAD_FORWARD[slow]
 
 
 def forward_config(problem: NormProblem, alignment: int, device: Device, odd: Access = ODD_IN_WORDS) -> ForwardConfig:
@@ -348,7 +364,8 @@ def _forward_staged(
                 wanted = _wanted_stages(problem, vector, groups, walkers, blocks * step_bytes, device)
                 stages = min(stages, max(_forward_least_stages(problem.norm, name, held, cluster, few_steps), wanted))
                 shared_bytes = b_bytes + min(step_bytes * stages + w_bytes, room) + slack
-                paced = forward_keeps_pace(problem.norm, held, cluster, vector > 1, full=slab == per_thread * group)
+                full = slab == per_thread * group
+                paced = forward_keeps_pace(problem.norm, name, held, cluster, vector > 1, full)
                 draws_short = _draws_short_rows(problem, vector, held, gaps, device)
                 part = takes_part(name, held)
                 access = odd if access in ODD else access

@@ -118,9 +118,15 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             yield Variant("forward.cu", ("forward_direct",), direct)
 
         def paced(
-            held: tuple[int, int], cluster: int, full: bool, _: Device, norm: str = norm, vector: bool = vector
+            held: tuple[int, int],
+            cluster: int,
+            full: bool,
+            _: Device,
+            norm: str = norm,
+            x: str = x,
+            vector: bool = vector,
         ) -> bool:
-            return forward_keeps_pace(norm, held, cluster, vector, full)
+            return forward_keeps_pace(norm, x, held, cluster, vector, full)
 
         many: list[Variant] = []
         for access in (SINGLE, *accesses(x, None, vector, device)):

@@ -71,10 +71,10 @@ def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: i
     return _evenly(steps, walkers) if config.route == "staged" and "VECTOR=1" in config.definitions else walkers
 
 
-def _starting_alike(config: BackwardConfig | ForwardConfig, rows: int, walkers: int) -> int:
-    """About so many, of each of which all rows start at the same half of a word, if starts_alternate()."""
+def _starting_alike(config: BackwardConfig | ForwardConfig, rows: int, walkers: int, more: bool = False) -> int:
+    """So many, or one fewer, or `more`: of each all rows start at the same half of a word, if starts_alternate()."""
     several = 0 < walkers < divide_up(rows, config.groups)
-    return max(2, walkers // 2 * 2) if several and starts_alternate(config) else walkers
+    return max(2, (walkers + more) // 2 * 2) if several and starts_alternate(config) else walkers
 
 
 def _apart_walkers(config: BackwardConfig, rows: int, walkers: int, device: Device) -> int:
@@ -100,7 +100,7 @@ def forward_walkers(config: ForwardConfig, rows: int, blocks_at_once: int, devic
     steps = divide_up(rows, config.groups)
     walkers = _starting_alike(config, rows, min(blocks_at_once, steps))
     alone = config.kernel == "forward_staged" and blocks_at_once * config.cluster <= device.multiprocessors
-    fewer = _starting_alike(config, rows, _evenly(steps, walkers)) if alone else walkers
+    fewer = _starting_alike(config, rows, _evenly(steps, walkers), more=True) if alone else walkers
     drawn = forward_steps(config, rows, fewer)[2]  # then whoever is done first takes more
     return walkers if drawn else fewer
 
