@@ -112,7 +112,6 @@ ALLOWED_SPILLS = (
         for kernel, norm, others in (
             ("backward_staged", 1, ("WANT_DB=1", "COLUMNS_PER_THREAD=24", "PART_OF_WARP=1", "ODD_ROWS=1")),
             ("forward_staged", 0, ("COLUMNS_PER_THREAD=36", "CLUSTER=1", "NARROW_VECTOR=2")),
-            ("forward_staged", 1, ("COLUMNS_PER_THREAD=32", "CLUSTER=16")),
         )
     ),
     *(
@@ -124,6 +123,23 @@ ALLOWED_SPILLS = (
             "By the disassembly: a register, written and read once a row. Not timed.",
         )
         for x in ("float16", "bfloat16")
+    ),
+    *(
+        Allowed(
+            "forward_staged",
+            "sm_90",
+            ("LAYER_NORM=1", f"X_TYPE={x}", "VECTOR=0", f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}"),
+            most,
+            "Single columns. By the disassembly: one register, in clusters of sixteen three, set before the first row "
+            "and read once a row. Not timed.",
+        )
+        for x in ("float16", "bfloat16")
+        for per_thread, cluster, most in (
+            *((24, cluster, 8) for cluster in (1, 2, 4)),
+            (24, 8, 12),
+            (24, 16, 36),
+            *((32, cluster, 8) for cluster in (1, 2, 4)),
+        )
     ),
     Allowed(
         "backward_staged",
@@ -171,7 +187,9 @@ def allowance(spill: Spill) -> Allowed | None:
         and allowed.architecture in (None, spill.architecture)
         and set(allowed.definitions) <= set(spill.definitions)
         # Of several elements an access only those that an entry names were looked at.
-        and not any(text.startswith("NARROW_VECTOR=") for text in {*spill.definitions} - {*allowed.definitions})
+        and not any(
+            text.startswith(("NARROW_VECTOR=", "ODD_ROWS=")) for text in {*spill.definitions} - {*allowed.definitions}
+        )
     )
     return max(agree, key=lambda allowed: allowed.most, default=None)
 
