@@ -30,6 +30,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpu_record import without_comments
+
 from cupynorm.cuda import module
 from cupynorm.cuda.config.variants import Variant, variants
 
@@ -40,7 +42,6 @@ OPTIONS_OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")
 COMPUTE_CAPABILITIES = ((7, 5), (8, 0), (9, 0), (10, 0), (12, 0))
 
 INCLUDE = re.compile(r'#include "(.+?)"')
-STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 REPORT = re.compile(
     r"Function properties for (\w+)\s+ptxas\s+[.:]\s+(\d+) bytes stack frame, "
@@ -104,12 +105,6 @@ def compile_all(capability: tuple[int, int], chosen: Iterable[Variant]) -> tuple
     return spills, wrong
 
 
-def compiled_text(text: str) -> str:
-    """Without comments, and what lies between them and the lines' ends."""
-    code = STRING_OR_COMMENT.sub(lambda found: found[0] if found[0].startswith('"') else " ", text)
-    return "\n".join(line.rstrip() for line in code.splitlines() if line.strip())
-
-
 def with_includes(file: str) -> list[str]:
     """The names of a kernel file and of all that it includes, each once."""
     names = [file]
@@ -137,7 +132,7 @@ def file_digests() -> dict[str, str]:
     for file, words in asked_for.items():
         names = with_includes(file)
         included = [(module.source_directory() / name).read_text(encoding="utf-8") for name in names[1:]]
-        texts = map(compiled_text, [module.source(file, ("NAME=VALUE",)), *included])
+        texts = [without_comments(text, ".cu") for text in (module.source(file, ("NAME=VALUE",)), *included)]
         parts = [*options, *names, *texts, *sorted(words)]
         digests[file] = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return digests

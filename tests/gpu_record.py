@@ -14,11 +14,14 @@ for what failed: ``--again LATER``.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import platform
+import re
 import subprocess
 import sys
 import time
+import tokenize
 from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,18 +32,33 @@ RECORD = Path(__file__).with_name("gpu_record.json")
 HOW_TO = "make a new one with `pytest -m gpu --gpu-record tests/gpu_record.json` on a machine with a GPU"
 SOURCES = ("kernels_cu", "cupynorm/cuda")
 SUFFIXES = {".cu", ".cuh", ".py"}
+STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)  # of C++
 
 NEEDS_TWO_DEVICES = "needs two CUDA devices"
 NEEDS_MEMORY = "needs more free device memory"
 EXPECTED_SKIPS = (NEEDS_TWO_DEVICES, NEEDS_MEMORY)  # what a smaller machine may leave out
 
 
+def without_comments(text: str, suffix: str) -> str:
+    """The code of a CUDA C++ or Python file: no comments, no blank lines, no spaces at lines' ends."""
+    if suffix == ".py":
+        lines = text.split("\n")
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                row, column = token.start
+                lines[row - 1] = lines[row - 1][:column]
+    else:
+        code = STRING_OR_COMMENT.sub(lambda found: found[0] if found[0].startswith('"') else " ", text)
+        lines = code.split("\n")
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
 def source_digest(root: Path) -> str:
-    """SHA-256 over every kernel source: path, NUL, length, NUL, bytes, in the order of the paths."""
+    """SHA-256 over every kernel source: path, NUL, length, NUL, without_comments(), in the order of the paths."""
     digest = hashlib.sha256()
     paths = [path for folder in SOURCES for path in (root / folder).rglob("*") if path.suffix in SUFFIXES]
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
-        content = path.read_bytes()
+        content = without_comments(path.read_text(encoding="utf-8"), path.suffix).encode()
         digest.update(name.encode() + b"\0" + str(len(content)).encode() + b"\0" + content)
     return digest.hexdigest()
 

@@ -23,7 +23,6 @@ from compiling import (
     architecture,
     compile_all,
     compile_variant,
-    compiled_text,
     counts,
     every_variant,
     file_digests,
@@ -250,21 +249,6 @@ def test_a_record_of_other_sources_does_not_pass(record: dict[str, Any]) -> None
 
 def test_the_record_counts_what_the_tree_has(record: dict[str, Any]) -> None:
     assert record["variants"] == counts()
-
-
-def test_what_is_compiled_has_no_comments() -> None:
-    text = """
-    // of a whole line
-    int a;  // behind code
-      /* of
-         several lines */ int b = '"' == 34 /* within */ + 1;
-    asm("// not a comment, nor this: /* */ \\"" : : "r"(a));  // but "this" is
-    """
-    assert compiled_text(text).split("\n") == [
-        "    int a;",
-        "        int b = '\"' == 34   + 1;",
-        '    asm("// not a comment, nor this: /* */ \\"" : : "r"(a));',
-    ]
 
 
 def test_digests_are_of_all_that_a_file_includes_and_of_no_comments(

@@ -22,6 +22,7 @@ from gpu_record import (
     problems,
     source_digest,
     together,
+    without_comments,
 )
 
 GOOD = {
@@ -214,7 +215,36 @@ def test_function_names_leave_out_folder_and_parameters() -> None:
     assert function_name("tests/test_a.py::test_one[x::y-1]") == "test_a.py::test_one"
 
 
-def test_the_digest_sees_every_byte_and_name_of_the_kernel_sources(tmp_path) -> None:
+def test_code_of_cuda_is_what_is_no_comment() -> None:
+    text = """
+    // of a whole line
+    int a;  // behind code
+      /* of
+         several lines */ int b = '"' == 34 /* within */ + 1;
+    asm("// not a comment, nor this: /* */ \\"" : : "r"(a));  // but "this" is
+    """
+    assert without_comments(text, ".cu").split("\n") == [
+        "    int a;",
+        "        int b = '\"' == 34   + 1;",
+        '    asm("// not a comment, nor this: /* */ \\"" : : "r"(a));',
+    ]
+
+
+def test_code_of_python_is_what_is_no_comment() -> None:
+    text = """# of a whole line
+def f(a):  # behind code
+
+    \'\'\'A docstring # is none.\'\'\'
+    return f"# {a:#x} nor this"  # but "this" is
+"""
+    assert without_comments(text, ".py").split("\n") == [
+        "def f(a):",
+        "    '''A docstring # is none.'''",
+        '    return f"# {a:#x} nor this"',
+    ]
+
+
+def test_the_digest_sees_all_code_and_every_name_of_the_kernel_sources(tmp_path) -> None:
     kernels, cuda = tmp_path / "kernels_cu", tmp_path / "cupynorm" / "cuda"
     kernels.mkdir()
     cuda.mkdir(parents=True)
@@ -223,6 +253,9 @@ def test_the_digest_sees_every_byte_and_name_of_the_kernel_sources(tmp_path) -> 
     (cuda / "launch.py").write_bytes(b"three")
     digests = [source_digest(tmp_path)]
     (kernels / "notes.txt").write_bytes(b"not a source")
+    assert source_digest(tmp_path) == digests[0]
+    (kernels / "a.cu").write_bytes(b"one  // and a comment\n\n")
+    (cuda / "launch.py").write_bytes(b"# and a comment\nthree")
     assert source_digest(tmp_path) == digests[0]
     (cuda / "launch.py").write_bytes(b"threE")
     digests.append(source_digest(tmp_path))
