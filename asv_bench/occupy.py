@@ -1,7 +1,7 @@
 """A device with fewer multiprocessors than it has, for compare.py: blocks that do nothing keep the others.
 
 An H100 of 92 multiprocessors has as much memory for each as an H200, and with 0.7 times the rows walkers have as many
-steps. There kernels without clusters took what NOTES.md has for an H200 within some 2%, forward and short rows 5; its
+steps. There kernels without clusters took what FIGURES.md has for an H200 within some 2%, forward and short rows 5; its
 L2 cache is the whole device's, and clusters find less room.
 """
 

@@ -3,10 +3,11 @@
 //     LayerNorm: mean = Σx / N, rstd = 1/sqrt(Σ(x − mean)² / N + eps)        RMSNorm: rstd = 1/sqrt(Σx² / N + eps)
 //     y = (x − mean)·rstd·w + b
 //
-// The variance is always that of centred values. Parts of a row are centred about their own means, so that less has to wait: with
-// n columns, mean m and squares q of the distances from that in each, the row's squares are Σ q + n·(m − mean)² (Chan, Golub and
-// LeVeque, 1979). As m is rounded, rstd of float32 rows far from zero loses: 512 columns, a mean 10⁴ times the deviation, by one
-// mean for all of them up to 1e-6, by one for each thread 6e-5, where the rounding of the row's mean alone moves y by 1e-3.
+// The variance is always that of centred values. What a thread has of a row that registers hold is centred about its own mean, of
+// odd rows what a warp has, so that less has to wait: with n columns, mean m and squares q of the distances from that in each part,
+// the row's squares are Σ q + n·(m − mean)² (Chan, Golub and LeVeque, 1979). As m is rounded, rstd of float32 rows far from zero
+// loses: 512 columns, a mean 10⁴ times the deviation, its relative error is up to 1e-6 by one mean for all of them, up to 1e-4 by
+// one for each thread, where the rounding of the row's mean alone moves y by 1e-3.
 //
 // Compile-time switches: LAYER_NORM, X_TYPE, VECTOR, COLUMNS_PER_THREAD, PART_OF_WARP as in backward.cuh; reserved, and 0
 // so far: WEIGHT_OFFSET (w + offset in place of w), PER_HEAD (one w for each head), ADD_RESIDUAL (x + residual in place of

@@ -1,8 +1,8 @@
 // A row of the forward pass, held in registers by the threads that share it: its statistics, and y.
 //
-// One exchange is enough for LayerNorm, too: a warp finds its own mean, and the squares of the distances from that, its threads
-// likewise (forward.cuh). Orders of sums: over a thread's columns, over its lanes by a butterfly, over the warps and blocks
-// likewise.
+// One exchange is enough for LayerNorm, too: a warp finds its own mean, and the squares of the distances from that, put together
+// from those of its threads (forward.cuh). Orders of sums: over a thread's columns, over its lanes by a butterfly, over the warps
+// and blocks likewise.
 #pragma once
 
 #include "forward.cuh"

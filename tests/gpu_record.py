@@ -32,7 +32,10 @@ RECORD = Path(__file__).with_name("gpu_record.json")
 HOW_TO = "make a new one with `pytest -m gpu --gpu-record tests/gpu_record.json` on a machine with a GPU"
 SOURCES = ("kernels_cu", "cupynorm/cuda")
 SUFFIXES = {".cu", ".cuh", ".py"}
-STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)  # of C++
+# Of C++: a string, a character, a comment (which a backslash at a line's end carries on).
+STRING_OR_COMMENT = re.compile(
+    r""""(?:\\.|[^"\\\n])*"|'(?:\\[^\n]+?|[^'\\\n])'|//(?:\\\n|[^\n])*|/\*.*?\*/""", re.DOTALL
+)
 
 NEEDS_TWO_DEVICES = "needs two CUDA devices"
 NEEDS_MEMORY = "needs more free device memory"
@@ -40,7 +43,10 @@ EXPECTED_SKIPS = (NEEDS_TWO_DEVICES, NEEDS_MEMORY)  # what a smaller machine may
 
 
 def without_comments(text: str, suffix: str) -> str:
-    """The code of a CUDA C++ or Python file: no comments, no blank lines, no spaces at lines' ends."""
+    """The code of a CUDA C++ or Python file: no comments, no blank lines, no spaces at lines' ends.
+
+    Of Python, blank lines and spaces at lines' ends within strings do not count either.
+    """
     if suffix == ".py":
         lines = text.split("\n")
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -48,9 +54,13 @@ def without_comments(text: str, suffix: str) -> str:
                 row, column = token.start
                 lines[row - 1] = lines[row - 1][:column]
     else:
-        code = STRING_OR_COMMENT.sub(lambda found: found[0] if found[0].startswith('"') else " ", text)
+        code = STRING_OR_COMMENT.sub(lambda found: found[0] if found[0][0] in "\"'" else " ", text)
         lines = code.split("\n")
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+    kept: list[str] = []
+    for line in map(str.rstrip, lines):
+        if line or (kept and kept[-1].endswith("\\")):  # there an empty line ends what the backslash carries on
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def source_digest(root: Path) -> str:

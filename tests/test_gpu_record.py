@@ -222,11 +222,20 @@ def test_code_of_cuda_is_what_is_no_comment() -> None:
       /* of
          several lines */ int b = '"' == 34 /* within */ + 1;
     asm("// not a comment, nor this: /* */ \\"" : : "r"(a));  // but "this" is
+    char quote = '"'; print("a // b"); char same = '\\'';  // " and ' \\
+    of this comment, too
+    #define NOTHING \\
+
+    int c;
     """
     assert without_comments(text, ".cu").split("\n") == [
         "    int a;",
         "        int b = '\"' == 34   + 1;",
         '    asm("// not a comment, nor this: /* */ \\"" : : "r"(a));',
+        """    char quote = '"'; print("a // b"); char same = '\\'';""",
+        "    #define NOTHING \\",
+        "",
+        "    int c;",
     ]
 
 
