@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
         for (int k = 0; k < kVectors; ++k) next[k].unpack(x[k]);
         load(row + step);
 
-        Compute mean = Compute(0), centre = Compute(0);
+        Compute mean = Compute(0), centre = Compute(0), own_sum = Compute(0);
         if constexpr (kLayerNorm) {
             ThreadSum sum;
 #pragma unroll
@@ -58,12 +58,12 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
                 for (int v = 0; v < kVector; ++v) sum.of(k, v) += x[k][v];
             }
             Sums<Compute> sums = sum.sums(own);
-            const Compute own_sum = sums.first;
+            own_sum = sums.first;
             group_sum.all<false>(sums, a.group_threads, buffer);
             mean = mean_of(sums.first, reciprocal_columns);
             centre = part.centre(own_sum, mean);
         }
-        ThreadSum squares;
+        ThreadSum squares, distances;
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             if (column_of(k) < a.columns) {
@@ -72,11 +72,12 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
                     if (kOddRows && column_of(k) + v >= a.columns) continue;
                     const Compute distance = x[k][v] - centre;
                     squares.of(k, v) += distance * distance;
+                    if constexpr (ThreadPart::kSumsDistances) distances.of(k, v) += distance;
                 }
             }
         }
         Sums<Compute> sums = squares.sums(own);
-        sums.first = part.about(mean, centre, sums.first);
+        sums.first = part.about(mean, centre, sums.first, own_sum, distances.sums(own).first);
         group_sum.all<false>(sums, a.group_threads, buffer);
         const Compute rstd = root.reciprocal(sums.first * reciprocal_columns);
 

@@ -3,11 +3,9 @@
 //     LayerNorm: mean = Σx / N, rstd = 1/sqrt(Σ(x − mean)² / N + eps)        RMSNorm: rstd = 1/sqrt(Σx² / N + eps)
 //     y = (x − mean)·rstd·w + b
 //
-// The variance is always that of centred values. What a thread has of a row that registers hold is centred about its own mean, of
-// odd rows what a warp has, so that less has to wait: with n columns, mean m and squares q of the distances from that in each part,
-// the row's squares are Σ q + n·(m − mean)² (Chan, Golub and LeVeque, 1979). As m is rounded, rstd of float32 rows far from zero
-// loses: 512 columns, a mean 10⁴ times the deviation, its relative error is up to 1e-6 by one mean for all of them, up to 1e-4 by
-// one for each thread, where the rounding of the row's mean alone moves y by 1e-3.
+// The variance is always that of centred values. Parts of a row are centred about their own means, so that less has to wait: with
+// n columns, the sum S and squares q of the distances from the part's mean in each, the row's squares are Σ q + (S − n·mean)² / n
+// (Chan, Golub and LeVeque, 1979). The difference is fused, so that the part's mean's rounding is not in it.
 //
 // Compile-time switches: LAYER_NORM, X_TYPE, VECTOR, COLUMNS_PER_THREAD, PART_OF_WARP as in backward.cuh; reserved, and 0
 // so far: WEIGHT_OFFSET (w + offset in place of w), PER_HEAD (one w for each head), ADD_RESIDUAL (x + residual in place of
@@ -78,9 +76,13 @@ __device__ inline float32 mean_of(float32 sum, float32 reciprocal_columns) { ret
 __device__ inline float64 mean_of(float64 sum, float64 reciprocal_columns) { return __dmul_rn(sum, reciprocal_columns); }
 
 // The part of a row that a thread has. LayerNorm's squares are of its columns about their own mean, for the warp's comes later,
-// by five shuffles (an H100, 8192, 25 MB, 12.0 → 11.6 us, 100 MB 29.5 → 29.0). Not of odd rows, whose sums go from lane to lane.
+// by five shuffles (an H100, 8192, 25 MB, 12.0 → 11.6 us, 100 MB 29.5 → 29.0). In vectors alone, where the registers are there,
+// and not of odd rows, whose sums go from lane to lane.
 struct ThreadPart {
-    static constexpr bool kCentred = kLayerNorm && !kOddRows;
+    static constexpr bool kCentred = kLayerNorm && !kOddRows && kVector > 1;
+    // A mean is rounded, and so distances from it have a sum, which must not be lost: far from zero it would take rstd's last ten
+    // bits (512 columns, a mean 10⁴ times the deviation). Sums of 16-bit columns are as good as exact, and tell it.
+    static constexpr bool kSumsDistances = kCentred && sizeof(X) > 2;
 
     Compute columns, reciprocal_columns;
 
@@ -98,11 +100,12 @@ struct ThreadPart {
     __device__ Compute centre(Compute own_sum, Compute mean) const {
         return kCentred ? mean_of(own_sum, reciprocal_columns) : mean;
     }
-    // Squares about `centre`, as part of those about `mean`.
-    __device__ Compute about(Compute mean, Compute centre, Compute squares) const {
+    // Squares about `centre` as part of those about `mean`; `distances`: those from `centre` added up, with kSumsDistances.
+    __device__ Compute about(Compute mean, Compute centre, Compute squares, Compute own_sum, Compute distances) const {
         if constexpr (!kCentred) return squares;
-        const Compute distance = centre - mean;
-        return fused(columns * distance, distance, squares);
+        if constexpr (!kSumsDistances) distances = fused(-columns, centre, own_sum);
+        const Compute apart = centre - mean;
+        return fused(apart, fused(columns, apart, distances + distances), squares);
     }
 };
 

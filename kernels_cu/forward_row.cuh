@@ -40,7 +40,7 @@ struct RowStatistics {
 };
 
 // From a row's columns to its statistics. What warps post is, of their columns, the squares of the distances from their
-// mean, and that mean (RMSNorm: from 0, and 0). The exchange is SumExchange<false> of staged.cuh, or has what is used of it here.
+// mean, and their sum (RMSNorm: from 0, and 0). The exchange is SumExchange<false> of staged.cuh, or has what is used of it here.
 template <class Exchange> struct RowMoments {
     static constexpr int kMost = kMaxWarps * kCluster;        // entries of a sum, one of each warp
     static constexpr int kLanes = minimum(kMost, 32);         // that read them,
@@ -50,13 +50,13 @@ template <class Exchange> struct RowMoments {
     const RootOfMean root;
     const ThreadPart part;
     Compute reciprocal_columns, reciprocal_warp_columns;
-    Compute entry_columns[kEach];  // of the warps whose entries this lane reads; 0: there is no such warp
+    Compute entry_columns[kEach], reciprocal_entry_columns[kEach];  // of the warps whose entries this lane reads; 0: no such warp
 
     __device__ RowMoments(const ForwardArguments& a, const Columns& own, const Exchange& exchange)
-        : exchange(exchange), root(a.eps), part([&](int k) { return own.holds(k); }), reciprocal_columns(Compute(1) / Compute(a.columns)) {
+        : exchange(exchange), root(a.eps), part([&](int k) { return own.holds(k); }),
+          reciprocal_columns(Compute(1) / Compute(a.columns)) {
         const int span = exchange.lanes * kColumnsPerThread;  // of the group's lanes in a warp
-        const int columns = kOddRows ? own.end - own.begin : held(own.end - own.begin, span);
-        reciprocal_warp_columns = columns ? Compute(1) / Compute(columns) : Compute(0);
+        reciprocal_warp_columns = reciprocal(kOddRows ? own.end - own.begin : held(own.end - own.begin, span));
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
             const int entry = i * kLanes + threadIdx.x % kLanes;
@@ -64,13 +64,15 @@ template <class Exchange> struct RowMoments {
             const int slab = minimum(a.slab_columns, a.columns - block * a.slab_columns);
             const WarpColumns odd(slab, exchange.warps, warp);
             const int columns_of_warp = kOddRows ? odd.end - odd.begin : held(slab - warp * span, span);
-            entry_columns[i] = Compute(entry < exchange.entries ? columns_of_warp : 0);
+            const int columns = entry < exchange.entries ? columns_of_warp : 0;
+            entry_columns[i] = Compute(columns);
+            reciprocal_entry_columns[i] = reciprocal(columns);
         }
     }
 
     // `held` is of an odd row.
     __device__ Sums<Compute> of_warp(const Kept (&row)[kVectors], const Columns& at, const PairsHeld& held) const {
-        Compute x[kVector], mean = Compute(0), centre = Compute(0);
+        Compute x[kVector], mean = Compute(0), centre = Compute(0), own_sum = Compute(0), sum_of_warp = Compute(0);
         if constexpr (kLayerNorm) {
             ThreadSum sum;
 #pragma unroll
@@ -80,12 +82,13 @@ template <class Exchange> struct RowMoments {
                 for (int v = 0; v < kVector; ++v) sum.of(k, v) += x[v];
             }
             Sums<Compute> sums = sum.sums(at);
-            const Compute own_sum = sums.first;
+            own_sum = sums.first;
             exchange.sum_in_warp(sums);
-            mean = mean_of(sums.first, reciprocal_warp_columns);
+            sum_of_warp = sums.first;
+            mean = mean_of(sum_of_warp, reciprocal_warp_columns);
             centre = part.centre(own_sum, mean);
         }
-        ThreadSum squares;
+        ThreadSum squares, distances;
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             row[k].unpack(x);
@@ -95,43 +98,44 @@ template <class Exchange> struct RowMoments {
                 const Compute centre_of = (kOddRows ? of_vector >> 16 * v & 1 : of_vector) ? centre : Compute(0);
                 const Compute distance = kLayerNorm ? x[v] - centre_of : x[v];
                 squares.of(k, v) += distance * distance;
+                if constexpr (ThreadPart::kSumsDistances) distances.of(k, v) += distance;
             }
         }
         Sums<Compute> sums = squares.sums(at);
-        sums.first = part.about(mean, centre, sums.first);
+        sums.first = part.about(mean, centre, sums.first, own_sum, distances.sums(at).first);
         exchange.sum_in_warp(sums);
-        return {sums.first, mean};
+        return {sums.first, sum_of_warp};
     }
 
     __device__ RowStatistics of_row(int j, const Sums<Compute>& posted) const {
-        Compute mean = posted.second, squares = posted.first;
+        Compute sum = posted.second, squares = posted.first;
         if (exchange.entries > 1) {
             const Sums<Compute>* const entries = exchange.wait(j);
-            Sums<Compute> sum = {Compute(0), Compute(0)};
             const auto entry = [&](int i) {
                 const Sums<Compute> read = entries[minimum(i * kLanes + int(threadIdx.x % kLanes), exchange.entries - 1)];
                 return entry_columns[i] > Compute(0) ? read : Sums<Compute>{Compute(0), Compute(0)};
             };
-            if constexpr (kLayerNorm) {
-#pragma unroll
-                for (int i = 0; i < kEach; ++i) sum.first += entry_columns[i] * entry(i).second;
-                sum_over_lanes<false, kLanes>(sum);
-                mean = mean_of(sum.first, reciprocal_columns);
-                sum.first = Compute(0);
-            }
-#pragma unroll
-            for (int i = 0; i < kEach; ++i) {
+            if constexpr (kLayerNorm) sum = sum_of_entries([&](int i) { return entry(i).second; });
+            const Compute mean = mean_of(sum, reciprocal_columns);
+            squares = sum_of_entries([&](int i) {
                 const Sums<Compute> own = entry(i);
-                const Compute distance = own.second - mean;
-                sum.first += kLayerNorm ? own.first + entry_columns[i] * distance * distance : own.first;
-            }
-            sum_over_lanes<false, kLanes>(sum);
-            squares = sum.first;
+                if constexpr (!kLayerNorm) return own.first;
+                const Compute apart = fused(-entry_columns[i], mean, own.second);  // its mean less the row's, times its columns
+                return fused(apart * reciprocal_entry_columns[i], apart, own.first);
+            });
         }
-        return {mean, root.reciprocal(squares * reciprocal_columns)};
+        return {kLayerNorm ? mean_of(sum, reciprocal_columns) : Compute(0), root.reciprocal(squares * reciprocal_columns)};
     }
 
 private:
+    template <class Term> __device__ static Compute sum_of_entries(Term term) {
+        Sums<Compute> sum = {Compute(0), Compute(0)};
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) sum.first += term(i);
+        sum_over_lanes<false, kLanes>(sum);
+        return sum.first;
+    }
+    __device__ static Compute reciprocal(int columns) { return columns ? Compute(1) / Compute(columns) : Compute(0); }
     __device__ static int held(int left, int span) { return left < 0 ? 0 : minimum(left, span); }
 };
 

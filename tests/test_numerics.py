@@ -22,6 +22,7 @@ from grid import (
     FAMILIES,
     ROWS,
     Case,
+    far,
     grid,
     make_case,
     normals,
@@ -318,6 +319,16 @@ def check_forward(case: Case, tensors: Tensors, got: tuple[Any, ...]) -> None:
         assert got[1].dtype == rstd.dtype
         mean_ref = mean_ref.reshape(case.rows)
         check("mean", got[1], mean_ref, mean_bound(tensors, mean_ref, case.family))
+
+
+@pytest.mark.parametrize("x", DTYPES)
+@pytest.mark.parametrize("columns", [96, 300, 384, 512, 768, 1001, 1024, 6144, 20480])
+@pytest.mark.parametrize("rows", [2, 90])
+def test_rows_far_from_zero(xp: Any, x: str, rows: int, columns: int) -> None:
+    """A row is centred in parts, and how these parts' means are rounded must not show in rstd."""
+    case = far(x, rows, columns)
+    tensors = make_case(xp, case)
+    check_forward(case, tensors, forward(case.norm, tensors))
 
 
 @pytest.mark.parametrize(("xp", "case"), on_both(grid), indirect=["xp"])

@@ -13,7 +13,7 @@ from typing import Any
 import fake_device
 import numpy as np
 import pytest
-from grid import Case, make_case
+from grid import Case, far, make_case
 from helpers import NORMS, Tensors, assert_same_bits, backward, forward, spoilt
 from on_cpu import COMPILER, KernelsOnCpu, as_cpp, values
 from test_numerics import check_backward, check_forward
@@ -493,6 +493,32 @@ def small_device(device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch) -> Kerne
 )
 def test_many_steps(small_device: KernelsOnCpu, norm: str, rows: int, columns: int, name: str, gap: int) -> None:
     check_both(small_device, case_of(norm, rows, columns, name), STAGED, gap)
+
+
+@pytest.mark.parametrize("x", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "gap", "kernel"),
+    [
+        *((1, 384, 0, "forward_few_rows"), (150, 96, 0, "forward_staged"), (150, 384, 0, "forward_staged")),
+        *((40, 768, 0, "forward_staged"), (150, 300, 0, "forward_staged"), (30, 1001, 0, "forward_staged")),
+        *((20, 6144, 0, "forward_staged"), (150, 96, 400, "forward_direct")),
+    ],
+)
+def test_rows_far_from_zero(
+    small_device: KernelsOnCpu,
+    monkeypatch: pytest.MonkeyPatch,
+    x: str,
+    rows: int,
+    columns: int,
+    gap: int,
+    kernel: str,
+) -> None:
+    """By each kernel."""
+    if "few" not in kernel:
+        without_kernels_for_few_rows(monkeypatch)
+    case = far(x, rows, columns)
+    tensors = make_case(np, case)
+    check_forward(case, tensors, run(small_device, forward(case.norm, on_device(small_device, tensors, gap)), kernel))
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -196,9 +196,8 @@ inline int __syncthreads_count(int value) {
 inline int __syncthreads_or(int value) { return __syncthreads_count(value) != 0; }
 inline void __threadfence() {}
 
-// Rounded twice: who compares bits compares them with what comes out of the same functions.
-inline float __fmaf_rn(float a, float b, float c) { return a * b + c; }
-inline double __fma_rn(double a, double b, double c) { return a * b + c; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 
 template <class T> T __ldg(const T* source) { return *source; }
 template <class T> T __ldcs(const T* source) { return *source; }
