@@ -85,8 +85,11 @@ FORWARD_APART_WARPS = 8
 FORWARD_STAGED_LEAST_STAGES, FORWARD_STAGED_MORE_STAGES, FORWARD_SHORT_STEPS = 2, 3, 24
 
 # And of LayerNorm's blocks that are no clusters, by columns a thread, in whole warps and in parts (1 GB, 2560: 170.0 →
-# 168.6 us, 384: 186 → 176; but with 24, 32 and 48, in whole warps, +1%).
-FORWARD_MORE_STAGES_COLUMNS, FORWARD_MORE_STAGES_PART_COLUMNS = (40, 64), (24,)
+# 168.6 us, 384: 186 → 176; off 16 bytes, with 36, 4100 193 → 189; but with 24, 32 and 48, in whole warps, +1%). In
+# clusters, and off 16 bytes in blocks of eight warps, with so many of both norms (1 GB, off 16 bytes, RMSNorm, 32772:
+# 194 → 175, 8191: 184 → 174, LayerNorm, 16388: 194 → 180; but RMSNorm, 4095, in four warps: 172 → 175).
+FORWARD_MORE_STAGES_COLUMNS, FORWARD_MORE_STAGES_PART_COLUMNS = (36, 40, 64), (24,)
+FORWARD_MORE_STAGES_CLUSTER_COLUMNS, FORWARD_MORE_STAGES_BLOCK_COLUMNS = (36, 40, 48), 36
 
 # Where each walker has many steps, of all steps this part is drawn by whoever is done first, this one by blocks alone
 # on their multiprocessor, and this one of short rows (1 GB, RMSNorm, 4096, with none and a quarter: 171, 168 us; 256,
@@ -139,6 +142,10 @@ LEAD_FORWARD_40_48 = {
     False: {"rmsnorm": (6, 6), "layernorm": (6, 10)},
     True: {"rmsnorm": (4, 4), "layernorm": (4, 4)},
 }
+
+# LayerNorm's only in clusters of up to so many blocks, by whether memory is slow (1 GB, 81920, with pace and without:
+# 178.9, 171.1 us, 98304: 176.0, 168.4; an H100: 226.6, 234.8 and 227.2, 237.5).
+PACED_FORWARD_MOST_BLOCKS_LAYERNORM = {False: 4, True: CLUSTERS[-1]}
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 
 # Where memory is slow, RMSNorm in vectors, if each walker has so many steps at least and fewer than so many (an H100,
@@ -243,13 +250,16 @@ def _drawn_part(
     return min([part, *most])
 
 
-def forward_keeps_pace(norm: str, x: str, held: tuple[int, int], cluster: int, vector: bool, full: bool) -> bool:
+def forward_keeps_pace(
+    norm: str, x: str, held: tuple[int, int], cluster: int, vector: bool, full: bool, device: Device
+) -> bool:
     """Clusters alone, for these do not draw. `held` and `full` are as for may_keep_pace() of backward.py.
 
     With 32 columns a thread RMSNorm loses where not full, in clusters from four blocks on (1 GB, 25600: 193.0 → 198.7
     us; of two 14336: 170.3 → 166.5).
     """
-    many = held[0] == FORWARD_MANY_COLUMNS_PER_THREAD or _has_40_or_48(x, held)
+    few_blocks = norm == "rmsnorm" or cluster <= PACED_FORWARD_MOST_BLOCKS_LAYERNORM[device.has_slow_memory]
+    many = held[0] == FORWARD_MANY_COLUMNS_PER_THREAD or (few_blocks and _has_40_or_48(x, held))
     gains = held[0] == 32 and norm == "rmsnorm" and (full or cluster == 2)
     return vector and cluster > 1 and (many or gains)
 
@@ -260,10 +270,13 @@ def _has_40_or_48(x: str, held: tuple[int, int]) -> bool:
 
 def _forward_least_stages(norm: str, x: str, held: tuple[int, int], cluster: int, few_steps: bool) -> int:
     """`held` is what short_row() or staged_threads() chose; `few_steps` is of each walker."""
-    more = norm == "layernorm" and held[0] in FORWARD_MORE_STAGES_PART_COLUMNS
+    per_thread, group = held
+    more = norm == "layernorm" and per_thread in FORWARD_MORE_STAGES_PART_COLUMNS
     if has_whole_warps(x, held):
-        slow = norm == "layernorm" and ITEMSIZE[x] == 2 and cluster == 1 and held[0] in FORWARD_MORE_STAGES_COLUMNS
-        more = few_steps or slow or (cluster > 1 and _has_40_or_48(x, held))
+        large_block = per_thread == FORWARD_MORE_STAGES_BLOCK_COLUMNS and group == STAGED_MAX_THREADS
+        of_clusters = cluster > 1 and per_thread in FORWARD_MORE_STAGES_CLUSTER_COLUMNS
+        slow = norm == "layernorm" and cluster == 1 and per_thread in FORWARD_MORE_STAGES_COLUMNS
+        more = few_steps or (ITEMSIZE[x] == 2 and (slow or of_clusters or large_block))
     return FORWARD_STAGED_MORE_STAGES if more else FORWARD_STAGED_LEAST_STAGES
 
 
@@ -365,7 +378,7 @@ def _forward_staged(
                 stages = min(stages, max(_forward_least_stages(problem.norm, name, held, cluster, few_steps), wanted))
                 shared_bytes = b_bytes + min(step_bytes * stages + w_bytes, room) + slack
                 full = slab == per_thread * group
-                paced = forward_keeps_pace(problem.norm, name, held, cluster, vector > 1, full)
+                paced = forward_keeps_pace(problem.norm, name, held, cluster, vector > 1, full, device)
                 draws_short = _draws_short_rows(problem, vector, held, gaps, device)
                 part = takes_part(name, held)
                 access = odd if access in ODD else access

@@ -121,12 +121,12 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             held: tuple[int, int],
             cluster: int,
             full: bool,
-            _: Device,
+            device: Device,
             norm: str = norm,
             x: str = x,
             vector: bool = vector,
         ) -> bool:
-            return forward_keeps_pace(norm, x, held, cluster, vector, full)
+            return forward_keeps_pace(norm, x, held, cluster, vector, full, device)
 
         many: list[Variant] = []
         for access in (SINGLE, *accesses(x, None, vector, device)):

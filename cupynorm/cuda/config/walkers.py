@@ -72,7 +72,8 @@ def partial_rows(config: BackwardConfig, problem: NormProblem, blocks_at_once: i
 
 
 def _starting_alike(config: BackwardConfig | ForwardConfig, rows: int, walkers: int, more: bool = False) -> int:
-    """So many, or one fewer, or `more`: of each all rows start at the same half of a word, if starts_alternate()."""
+    """So many, or where starts_alternate() an even number, one fewer or one `more`: then all rows of a walker start at
+    the same half of a word."""
     several = 0 < walkers < divide_up(rows, config.groups)
     return max(2, (walkers + more) // 2 * 2) if several and starts_alternate(config) else walkers
 
