@@ -805,20 +805,46 @@ def test_an_even_number_of_walkers_takes_no_more_steps(norm, columns, at_once):
             assert walkers % 2 == 0 or walkers >= rows, rows
 
 
-@pytest.mark.parametrize(("name", "lead_of_two", "lead_of_four"), [("sm_90_slow", 4, 4), ("sm_90", 6, 10)])
-@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize(
+    ("name", "norm", "lead_of_two", "lead_of_four", "lead_of_eight"),
+    [
+        *(("sm_90_slow", "rmsnorm", 4, 4, 4), ("sm_90_slow", "layernorm", 4, 4, 4)),
+        *(("sm_90", "rmsnorm", 6, 6, 6), ("sm_90", "layernorm", 6, 10, 0)),
+    ],
+)
 def test_clusters_with_40_and_48_columns_a_thread_have_three_stages_and_keep_pace_forward(
-    norm, name, lead_of_two, lead_of_four
+    name, norm, lead_of_two, lead_of_four, lead_of_eight
 ):
     device = DEVICES[name]
     for columns, cluster in ((18432, 2), (20480, 2), (24576, 2), (40960, 4), (49152, 4), (81920, 8), (163840, 16)):
         for rows in (64, 8192):
             problem = forward_of(backward(columns, "bfloat16", "bfloat16", rows=rows, norm=norm))
             chosen = config.forward_config(problem, 16, device)
-            lead = lead_of_four if cluster > 2 and norm == "layernorm" else lead_of_two
+            lead = {2: lead_of_two, 4: lead_of_four}.get(cluster, lead_of_eight)
             assert (chosen.cluster, chosen.stages, chosen.lead) == (cluster, 3, lead), columns
+            assert ("PACED=1" in chosen.definitions) == (lead > 0), columns
     of_float32 = config.forward_config(forward_of(backward(40960, "float32", "float32", norm=norm)), 16, device)
     assert (of_float32.cluster, defined(of_float32, "COLUMNS_PER_THREAD"), of_float32.lead) == (4, 40, 0)
+
+
+@pytest.mark.parametrize(
+    ("columns", "alignment", "threads", "cluster", "stages"),
+    [
+        *((8191, 2, 256, 1, (3, 3)), (4095, 2, 128, 1, (2, 3)), (4100, 8, 128, 1, (2, 3)), (1001, 2, 32, 1, (2, 2))),
+        *(
+            (16388, 8, 256, 2, (3, 3)),
+            (32769, 2, 256, 4, (3, 3)),
+            (20004, 8, 256, 2, (3, 3)),
+            (65540, 8, 256, 8, (3, 3)),
+        ),
+    ],
+)
+def test_stages_of_rows_off_16_bytes_in_long_forward_launches(columns, alignment, threads, cluster, stages):
+    """RMSNorm, LayerNorm."""
+    for norm, expected in zip(("rmsnorm", "layernorm"), stages, strict=True):
+        problem = forward_of(backward(columns, "bfloat16", "bfloat16", rows=(1 << 27) // columns, norm=norm))
+        chosen = config.forward_config(problem, alignment, DEVICES["sm_90"])
+        assert (chosen.group_threads, chosen.cluster, chosen.stages, chosen.lead) == (threads, cluster, expected, 0)
 
 
 @pytest.mark.parametrize("aligned", [False, True])
@@ -963,6 +989,10 @@ ON_H200 = [
     # norm, rows, columns, x, dy, aligned, what the driver says of these kernels, walkers, column blocks, row threads
     ("rmsnorm", 1017, 4096, "bfloat16", "bfloat16", True, 132, (89, 43, 21)),  # so many that walkers end with them,
     ("layernorm", 1017, 4096, "bfloat16", "bfloat16", True, 132, (89, 43, 21)),
+    ("layernorm", 512, 4096, "bfloat16", "bfloat16", True, 132, (100, 32, 16)),  # whose threads have as many batches,
+    ("layernorm", 448, 4096, "bfloat16", "bfloat16", True, 132, (89, 43, 21)),  # or fewer
+    ("layernorm", 163, 9216, "bfloat16", "bfloat16", True, 132, (96, 72, 8)),
+    ("layernorm", 256, 8192, "bfloat16", "bfloat16", True, 132, (89, 43, 10)),  # in whole lines
     ("layernorm", 300, 7168, "bfloat16", "bfloat16", True, 132, (87, 45, 12)),
     ("layernorm", 581, 7168, "bfloat16", "bfloat16", True, 132, (76, 56, 16)),
     ("layernorm", 2035, 2048, "bfloat16", "bfloat16", True, 132, (84, 48, 16)),  # several share a slice's rows,
@@ -2166,8 +2196,8 @@ def test_which_memory_is_slow(multiprocessors, gbps, slow):
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_slow_memory_changes_no_sum_of_a_row(norm, name):
-    """Kernels, but for steps that are drawn, and how they split rows are the same, whatever the memory; but not where
-    clusters of sixteen stand in for gangs."""
+    """Kernels, but for steps that are drawn and pace, and how they split rows are the same, whatever the memory; but
+    not where clusters of sixteen stand in for gangs."""
     fast, slow = DEVICES["sm_90"], DEVICES["sm_90_slow"]
     for columns, aligned, rows in product(COLUMNS, (True, False), (1, 300, 1 << 16)):
         problem = backward(columns, name, name, rows, norm)
@@ -2182,7 +2212,7 @@ def test_slow_memory_changes_no_sum_of_a_row(norm, name):
             same["definitions"] = ()
             assert other._replace(**same) == chosen[0]._replace(**same), (columns, aligned)
         chosen = [config.forward_config(forward_of(problem), 16 if aligned else 2, device) for device in (fast, slow)]
-        kept = [[text for text in one.definitions if text != "DRAW_SHORT_ROWS=1"] for one in chosen]
+        kept = [[text for text in one.definitions if text not in ("DRAW_SHORT_ROWS=1", "PACED=1")] for one in chosen]
         assert kept[0] == kept[1]
         assert chosen[0][3:5] == chosen[1][3:5], "threads of a block and of a row"
 

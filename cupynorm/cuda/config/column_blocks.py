@@ -57,6 +57,13 @@ COLUMN_BLOCK_ROWS_ALONE = (20, 22, 40)  # without dx: 25 MB, N=1024, with 32 row
 COLUMN_BLOCK_LARGE_ROW = 4 / 3  # what a row of a larger type counts: float32, 25 MB, N=65536, 64 rows, 17.9 → 20.1 us
 SECTOR_BYTES = 32
 
+# Rows of a thread that column blocks sum in turn (kSummed of column_blocks.cuh). Up to so many bytes, with db, slices
+# that are no whole lines are as wide as a power of two of sectors if their threads have no fewer times as many rows
+# than the threads of such: these blocks end no later and are fewer (LayerNorm, 512x4096, with 43 and 32 blocks: 11.2,
+# 11.0 us, 163x9216: 10.5, 10.0; but slices of whole lines, 46x32768: 11.0, 11.8, and with three and four times as many
+# rows, 448x4096: 10.3, 10.5).
+COLUMN_BLOCK_BATCH, WIDER_SLICES_BYTES = 8, 13 << 20
+
 # At most so many column blocks, and as many times more as there may be blocks on a multiprocessor; without dx, in small
 # clusters, twice as many (LayerNorm, 814x5120: 17.8 → 14.4 us). On a small device fewer, so that at least so many
 # walkers are left for each cluster of them.
@@ -382,6 +389,12 @@ def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, aim:
     def slices(column_threads: int) -> int:
         return divide_up(problem.columns, column_threads * vector)
 
+    def broken_lines(column_threads: int) -> bool:
+        return column_threads * SECTOR_BYTES // sector_threads % LINE_BYTES != 0
+
+    def batches(column_threads: int) -> int:
+        return divide_up(problem.rows, config.threads // column_threads * COLUMN_BLOCK_BATCH)
+
     column_threads = sector_threads
     while slices(column_threads) > most and config.threads % (2 * column_threads) == 0:
         column_threads *= 2
@@ -393,11 +406,14 @@ def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, aim:
         sums_db = kernels_sum_db(problem)
 
         def away(n: int) -> float:
-            broken = n * SECTOR_BYTES // sector_threads % LINE_BYTES
-            lines = 1 if sums_db else NARROW_SLICE if n < least else BROKEN_LINES if broken else 1
+            lines = 1 if sums_db else NARROW_SLICE if n < least else BROKEN_LINES if broken_lines(n) else 1
             return max(slices(n), aim) / min(slices(n), aim) * lines
 
         column_threads = min([column_threads, *fit], key=away)
+        wider = _power_of_two_at_most(2 * column_threads)
+        small = data_bytes(problem) <= WIDER_SLICES_BYTES
+        if sums_db and small and broken_lines(column_threads) and batches(wider) == batches(column_threads):
+            column_threads = wider
     blocks, of_a_block = min(slices(column_threads), most), divide_up(slices(column_threads), most)
     return _ColumnBlocks(
         blocks=divide_up(blocks, config.cluster) * config.cluster,
