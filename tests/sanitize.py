@@ -3,12 +3,14 @@
     compute-sanitizer --tool memcheck python tests/sanitize.py
     compute-sanitizer --tool racecheck python tests/sanitize.py
 
-No assertion: the tools say what they find. Run from the root of the repository, on a CUDA device.
+Parts may run at the same time: of sixteen, `python tests/sanitize.py 0 16` to `15 16`. No assertion: the tools say what
+they find. Run from the root of the repository, on a CUDA device.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import Any
 
 import cupy
@@ -51,14 +53,14 @@ GAPS = (
 )  # fmt: skip
 
 
-def main() -> None:
+def main(part: int = 0, parts: int = 1) -> None:
     generator = np.random.default_rng(0)
     few, many = ([(*shape, 0) for shape in shapes] for shapes in (SHAPES, MEETING))
     dtypes = ml_dtypes.bfloat16, np.float32
-    for dtype, shape in itertools.product(dtypes, (*few, *GAPS)):
+    for dtype, shape in [*itertools.product(dtypes, (*few, *GAPS))][part::parts]:
         calls(generator, dtype, *shape)
     column_blocks._most_bytes = lambda *_: 0
-    for dtype, shape in itertools.product(dtypes, many):
+    for dtype, shape in [*itertools.product(dtypes, many)][part::parts]:
         calls(generator, dtype, *shape)
 
 
@@ -89,4 +91,4 @@ def with_gaps(array: cupy.ndarray, gap: int) -> cupy.ndarray:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))
