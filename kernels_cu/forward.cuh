@@ -3,9 +3,10 @@
 //     LayerNorm: mean = Σx / N, rstd = 1/sqrt(Σ(x − mean)² / N + eps)        RMSNorm: rstd = 1/sqrt(Σx² / N + eps)
 //     y = (x − mean)·rstd·w + b
 //
-// The variance is always that of centred values. Parts of a row are centred about their own means, so that less has to wait: with
-// n columns, the sum S and squares q of the distances from the part's mean in each, the row's squares are Σ q + (S − n·mean)² / n
-// (Chan, Golub and LeVeque, 1979). The difference is fused, so that the part's mean's rounding is not in it.
+// The variance is always that of centred values. Parts of a row are centred about their own means, so that less has to wait, and
+// put together (Chan, Golub and LeVeque, 1979). With n columns in a part, squares q of the distances from its mean, rounded, and
+// the mean that others have, too: a warp adds q + (S − n·mean)² / n to the row's squares, S its columns' sum, the product not
+// rounded; a thread q + a·(2·D + n·a) to the warp's, a the difference of the means and D the sum of its distances.
 //
 // Compile-time switches: LAYER_NORM, X_TYPE, VECTOR, COLUMNS_PER_THREAD, PART_OF_WARP as in backward.cuh; reserved, and 0
 // so far: WEIGHT_OFFSET (w + offset in place of w), PER_HEAD (one w for each head), ADD_RESIDUAL (x + residual in place of
@@ -76,8 +77,8 @@ __device__ inline float32 mean_of(float32 sum, float32 reciprocal_columns) { ret
 __device__ inline float64 mean_of(float64 sum, float64 reciprocal_columns) { return __dmul_rn(sum, reciprocal_columns); }
 
 // The part of a row that a thread has. LayerNorm's squares are of its columns about their own mean, for the warp's comes later,
-// by five shuffles (an H100, 8192, 25 MB, 12.0 → 11.6 us, 100 MB 29.5 → 29.0). In vectors alone, where the registers are there,
-// and not of odd rows, whose sums go from lane to lane.
+// by five shuffles (an H100, 8192, 25 MB, 12.0 → 11.6 us, 100 MB 29.5 → 29.0). Not of single columns, for which registers are
+// short, nor of odd rows, whose sums go from lane to lane.
 struct ThreadPart {
     static constexpr bool kCentred = kLayerNorm && !kOddRows && kVector > 1;
     // A mean is rounded, and so distances from it have a sum, which must not be lost: far from zero it would take rstd's last ten

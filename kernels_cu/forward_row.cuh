@@ -39,8 +39,8 @@ struct RowStatistics {
     Compute mean, rstd;
 };
 
-// From a row's columns to its statistics. What warps post is, of their columns, the squares of the distances from their
-// mean, and their sum (RMSNorm: from 0, and 0). The exchange is SumExchange<false> of staged.cuh, or has what is used of it here.
+// From a row's columns to its statistics. What warps post is the squares of the distances from the mean of their columns, and
+// the columns' sum (RMSNorm: their squares, and 0). The exchange is SumExchange<false> of staged.cuh, or has what is used of it here.
 template <class Exchange> struct RowMoments {
     static constexpr int kMost = kMaxWarps * kCluster;        // entries of a sum, one of each warp
     static constexpr int kLanes = minimum(kMost, 32);         // that read them,

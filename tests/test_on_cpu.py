@@ -14,7 +14,7 @@ import fake_device
 import numpy as np
 import pytest
 from grid import Case, far, make_case
-from helpers import NORMS, Tensors, assert_same_bits, backward, forward, spoilt
+from helpers import DEFAULT_EPS, NORMS, Tensors, assert_same_bits, backward, forward, spoilt
 from on_cpu import COMPILER, KernelsOnCpu, as_cpp, values
 from test_numerics import check_backward, check_forward
 
@@ -365,6 +365,7 @@ def test_slices_of_any_width(
     aim = dict.fromkeys((False, True), dict.fromkeys((False, True), (column_blocks, 0, column_blocks)))
     monkeypatch.setattr("cupynorm.cuda.config.column_blocks.AIMED_COLUMN_BLOCKS", aim)
     monkeypatch.setattr("cupynorm.cuda.config.column_blocks.BROKEN_LINES", 1)
+    monkeypatch.setattr("cupynorm.cuda.config.column_blocks.WIDER_SLICES_BYTES", 0)
     monkeypatch.setattr("cupynorm.cuda.config.column_blocks.FAST_MOST_AIMED_40", column_blocks)
     case = case_of(norm, rows, columns)
     tensors = make_case(np, case)
@@ -519,6 +520,21 @@ def test_rows_far_from_zero(
     case = far(x, rows, columns)
     tensors = make_case(np, case)
     check_forward(case, tensors, run(small_device, forward(case.norm, on_device(small_device, tensors, gap)), kernel))
+
+
+@pytest.mark.parametrize("columns", [2304, 6144, 6152])
+def test_16_bit_rows_of_several_warps_lose_nothing_far_from_zero(
+    small_device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """At a thousand, where numbers of bfloat16 are multiples of four, with deviations of one and a half: their sums are
+    exact, and rstd has its own roundings alone, six or so; were warps' means used as they are rounded, up to 40."""
+    without_kernels_for_few_rows(monkeypatch)
+    case = far("bfloat16", 200, columns)
+    tensors = make_case(np, case)
+    tensors = replace(tensors, x=(tensors.x.astype(np.float32) + 800).astype(tensors.x.dtype))
+    rstd = run(small_device, forward(case.norm, on_device(small_device, tensors)), "forward_staged")[-1]
+    variance = tensors.x.astype(np.float64).var(1)
+    np.testing.assert_allclose(rstd, 1 / np.sqrt(variance + DEFAULT_EPS["layernorm"]), rtol=6 * 2.0**-24)
 
 
 @pytest.mark.parametrize("norm", NORMS)

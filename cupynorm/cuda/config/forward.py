@@ -144,7 +144,7 @@ LEAD_FORWARD_40_48 = {
 }
 
 # LayerNorm's only in clusters of up to so many blocks, by whether memory is slow (1 GB, 81920, with pace and without:
-# 178.9, 171.1 us, 98304: 176.0, 168.4; an H100: 226.6, 234.8 and 227.2, 237.5).
+# 178.9, 171.1 us, 98304: 176.0, 168.4; an H100: 226.6, 234.8 and 227.2, 237.5; of sixteen, and for 10.0, inferred).
 PACED_FORWARD_MOST_BLOCKS_LAYERNORM = {False: 4, True: CLUSTERS[-1]}
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 
