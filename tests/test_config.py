@@ -2212,11 +2212,9 @@ def test_slow_memory_changes_no_sum_of_a_row(norm, name):
             same["definitions"] = ()
             assert other._replace(**same) == chosen[0]._replace(**same), (columns, aligned)
         chosen = [config.forward_config(forward_of(problem), 16 if aligned else 2, device) for device in (fast, slow)]
-        large = (
-            norm == "layernorm" and chosen[0].cluster >= 8
-        )  # of which those of 40 and 48 columns keep pace by memory
-        paced = ("PACED=1",) if large and defined(chosen[0], "COLUMNS_PER_THREAD") in (40, 48) else ()
-        others = ("DRAW_SHORT_ROWS=1", *paced)
+        large = norm == "layernorm" and chosen[0].cluster >= 8
+        keeps_pace_by_memory = large and defined(chosen[0], "COLUMNS_PER_THREAD") in (40, 48)
+        others = ("DRAW_SHORT_ROWS=1", *(("PACED=1",) if keeps_pace_by_memory else ()))
         kept = [[text for text in one.definitions if text not in others] for one in chosen]
         assert kept[0] == kept[1]
         assert chosen[0][3:5] == chosen[1][3:5], "threads of a block and of a row"

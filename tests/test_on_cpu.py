@@ -527,7 +527,7 @@ def test_16_bit_rows_of_several_warps_lose_nothing_far_from_zero(
     small_device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     """At a thousand, where numbers of bfloat16 are multiples of four, with deviations of one and a half: their sums are
-    exact, and rstd has its own roundings alone, six or so; were warps' means used as they are rounded, up to 40."""
+    exact, and rstd has its own roundings alone, six or so; were warps' means used as they are rounded, over 40."""
     without_kernels_for_few_rows(monkeypatch)
     case = far("bfloat16", 200, columns)
     tensors = make_case(np, case)

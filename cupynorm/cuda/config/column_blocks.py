@@ -59,9 +59,9 @@ SECTOR_BYTES = 32
 
 # Rows of a thread that column blocks sum in turn (kSummed of column_blocks.cuh). Up to so many bytes, with db, slices
 # that are no whole lines are as wide as a power of two of sectors if their threads have no fewer times as many rows
-# than the threads of such: these blocks end no later and are fewer (LayerNorm, 512x4096, with 43 and 32 blocks: 11.2,
-# 11.0 us, 163x9216: 10.5, 10.0; but slices of whole lines, 46x32768: 11.0, 11.8, and with three and four times as many
-# rows, 448x4096: 10.3, 10.5).
+# than the threads of such: these blocks are fewer (LayerNorm, 512x4096, with 43 and 32: 11.2, 11.0 us, 163x9216: 10.5,
+# 10.0; but slices of whole lines, 46x32768: 11.0, 11.8, and with three and four times as many rows, 448x4096: 10.3,
+# 10.5; an H100, 116x7168, with 45 and 28: 8.2, 8.4).
 COLUMN_BLOCK_BATCH, WIDER_SLICES_BYTES = 8, 13 << 20
 
 # At most so many column blocks, and as many times more as there may be blocks on a multiprocessor; without dx, in small
