@@ -20,6 +20,7 @@ from grid import (
     CAPS,
     COLUMNS,
     FAMILIES,
+    FAR_COLUMNS,
     ROWS,
     Case,
     far,
@@ -44,6 +45,7 @@ from helpers import (
 )
 from tolerances import check, db_bound, dw_bound, dx_bound, mean_bound, rstd_bound, y_bound
 
+import cupynorm
 from cupynorm.numpy_backend import reference_backward, reference_forward
 
 
@@ -329,6 +331,41 @@ def test_rows_far_from_zero(xp: Any, x: str, rows: int, columns: int) -> None:
     case = far(x, rows, columns)
     tensors = make_case(xp, case)
     check_forward(case, tensors, forward(case.norm, tensors))
+
+
+@pytest.mark.parametrize("x", ["float16", "bfloat16"])
+@pytest.mark.parametrize("columns", [40960, 81920, 163840])
+@pytest.mark.parametrize("rows", [1, 12])
+def test_long_rows_far_from_zero(xp: Any, x: str, rows: int, columns: int) -> None:
+    """On a GPU by clusters of four, eight and sixteen."""
+    case = far(x, rows, columns)
+    tensors = make_case(xp, case)
+    check_forward(case, tensors, forward(case.norm, tensors))
+
+
+@pytest.mark.parametrize(
+    ("x", "columns"), [(x, n) for x in DTYPES for n in (96, 300, 512, 1001) if n <= FAR_COLUMNS[x]]
+)
+def test_rows_far_from_zero_that_lie_apart(xp: Any, x: str, columns: int) -> None:
+    """Other kernels take rows of a warp or less with large gaps between them."""
+    case = far(x, 700, columns)
+    tensors = make_case(xp, case)
+    wide = xp.zeros((case.rows, 3 * columns), tensors.x.dtype)
+    wide[:, :columns] = tensors.x
+    tensors.x = wide[:, :columns]
+    check_forward(case, tensors, forward(case.norm, tensors))
+
+
+@pytest.mark.parametrize("columns", [96, 384, 664, 1024, 6144, 20480])
+@pytest.mark.parametrize("rows", [3, 300])
+def test_constant_rows_have_no_variance(xp: Any, rows: int, columns: int) -> None:
+    """Squares are put together from parts, and where some count as 0 their sum may come out below 0."""
+    values = xp.asarray(np.geomspace(1e-19, 1e-6, rows).astype(np.float32))
+    x = xp.ascontiguousarray(xp.broadcast_to(values[:, None], (rows, columns)))
+    _, mean, rstd = cupynorm.layernorm_forward(x, eps=0.0)
+    assert not xp.isnan(rstd).any()
+    assert (rstd > 1e3 / values).all()  # the deviation is no more than the mean's rounding makes it
+    assert (abs(mean - values) <= 1e-6 * values).all()
 
 
 @pytest.mark.parametrize(("xp", "case"), on_both(grid), indirect=["xp"])

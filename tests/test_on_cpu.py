@@ -18,6 +18,8 @@ from helpers import DEFAULT_EPS, NORMS, Tensors, assert_same_bits, backward, for
 from on_cpu import COMPILER, KernelsOnCpu, as_cpp, values
 from test_numerics import check_backward, check_forward
 
+import cupynorm
+
 config = pytest.importorskip("cupynorm.cuda.config")
 module = pytest.importorskip("cupynorm.cuda.module")
 pytest.importorskip("cupy", reason="launches are those of CuPy's arrays")
@@ -535,6 +537,24 @@ def test_16_bit_rows_of_several_warps_lose_nothing_far_from_zero(
     rstd = run(small_device, forward(case.norm, on_device(small_device, tensors)), "forward_staged")[-1]
     variance = tensors.x.astype(np.float64).var(1)
     np.testing.assert_allclose(rstd, 1 / np.sqrt(variance + DEFAULT_EPS["layernorm"]), rtol=6 * 2.0**-24)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "kernel"),
+    [(1, 384, "forward_few_rows"), (150, 664, "forward_staged"), (40, 6144, "forward_staged")],
+)
+def test_constant_rows_have_no_variance(
+    small_device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, kernel: str
+) -> None:
+    """Where squares count as 0, but not what is put back, a row's may come out below 0: rstd is infinite, no NaN."""
+    if "few" not in kernel:
+        without_kernels_for_few_rows(monkeypatch)
+    values = np.geomspace(1e-16, 1e-10, rows).astype(np.float32)
+    x = np.ascontiguousarray(np.broadcast_to(values[:, None], (rows, columns)))
+    x = on_device(small_device, Tensors(x, None, None, None, None, None)).x
+    _, mean, rstd = run(small_device, cupynorm.layernorm_forward(x, eps=0.0), kernel)
+    assert (rstd > 1e3 / values).all()
+    assert (abs(mean - values) <= 1e-6 * values).all()
 
 
 @pytest.mark.parametrize("norm", NORMS)

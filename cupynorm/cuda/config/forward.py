@@ -85,9 +85,10 @@ FORWARD_APART_WARPS = 8
 FORWARD_STAGED_LEAST_STAGES, FORWARD_STAGED_MORE_STAGES, FORWARD_SHORT_STEPS = 2, 3, 24
 
 # And of LayerNorm's blocks that are no clusters, by columns a thread, in whole warps and in parts (1 GB, 2560: 170.0 →
-# 168.6 us, 384: 186 → 176; off 16 bytes, with 36, 4100 193 → 189; but with 24, 32 and 48, in whole warps, +1%). In
-# clusters, and off 16 bytes in blocks of eight warps, with so many of both norms (1 GB, off 16 bytes, RMSNorm, 32772:
-# 194 → 176, 8191: 184 → 175, LayerNorm, 16388: 194 → 180; but RMSNorm, 4095, in four warps: 172 → 175).
+# 168.6 us, 384: 186 → 176; off 16 bytes, with 36, 667 MB, 1025 130.5 → 123.9, 4100 130.6 → 126.8; but with 24, 32 and
+# 48, in whole warps, +1%). In clusters, and off 16 bytes in blocks of eight warps, with so many of both norms (1 GB,
+# off 16 bytes, RMSNorm, 32772: 194 → 176, 8191: 184 → 175, LayerNorm, 16388: 194 → 180; but RMSNorm, 4095, in four
+# warps: 172 → 175, and RMSNorm's clusters with 32 columns, with leads of ten quarters ±0.5%, of six +1.6 to +3.2%).
 FORWARD_MORE_STAGES_COLUMNS, FORWARD_MORE_STAGES_PART_COLUMNS = (36, 40, 64), (24,)
 FORWARD_MORE_STAGES_CLUSTER_COLUMNS, FORWARD_MORE_STAGES_BLOCK_COLUMNS = (36, 40, 48), 36
 
@@ -144,7 +145,8 @@ LEAD_FORWARD_40_48 = {
 }
 
 # LayerNorm's only in clusters of up to so many blocks, by whether memory is slow (1 GB, 81920, with pace and without:
-# 178.9, 171.1 us, 98304: 176.0, 168.4; an H100: 226.6, 234.8 and 227.2, 237.5; of sixteen, and for 10.0, inferred).
+# 178.9, 171.1 us, 98304: 176.0, 168.4, of sixteen, 667 MB, 163840: 133.5, 125.9; an H100, not of sixteen: 226.6, 234.8
+# and 227.2, 237.5; for 10.0, inferred).
 PACED_FORWARD_MOST_BLOCKS_LAYERNORM = {False: 4, True: CLUSTERS[-1]}
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 
