@@ -1,7 +1,10 @@
 """The backward passes beside every peer that is installed, in one process, on the same inputs, timed the same way:
 
-    python asv_bench/peers.py [--norm rmsnorm layernorm] [--n N,N,…] [--rows M | --data MB] [--dtype D] [--w-dtype D]
-                              [--peers NAME,…] [--csv FILE] [--plot FILE.png] [--device cuda|numpy] [--repeats R]
+    python asv_bench/peers.py [--norm rmsnorm layernorm] [--n N,N,…] [--rows M | --data MB | --field] [--dtype D]
+                              [--w-dtype D] [--peers NAME,…] [--csv FILE] [--plot FILE.png] [--device cuda|numpy]
+                              [--repeats R]
+
+With --field the cases are those that the field is compared by, in benchmarks and models, of several dtypes (FIELD).
 
 Each result is held against float64 before it is timed by `cupynorm.bench.time_call`. GB/s count the bytes that the
 work needs. "-" stands where a peer refuses a shape or gives a wrong result; the reasons follow the table, as do the
@@ -40,6 +43,29 @@ from cupynorm import bench, report
 ROOT = Path(__file__).resolve().parent.parent
 NORMS = ("rmsnorm", "layernorm")
 COLUMNS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+
+# Shapes by norm and dtypes of x and w: of the field's benchmarks, and of models.
+FIELD: dict[tuple[str, str, str], tuple[tuple[int, int], ...]] = {
+    ("rmsnorm", "bfloat16", "float32"): (
+        *((32768, n) for n in COLUMNS),
+        *((16384, 131072), (8192, 262144), (576000, 384), (1152000, 512)),
+    ),
+    ("rmsnorm", "bfloat16", "bfloat16"): (
+        *((16384, 4096), (8192, 8192), (8192, 5120), (4096, 8192), (2048, 4096), (4096, 2048), (131072, 128)),
+        *((8192, 128), (1, 1024), (1, 4096), (1, 8192), (1024, 1024), (1024, 4096), (1024, 8192)),
+    ),
+    ("rmsnorm", "float16", "float16"): ((4096, 128), (4096, 768)),
+    ("rmsnorm", "float32", "float32"): ((32768, 1024), (32768, 16384)),
+    ("layernorm", "bfloat16", "float32"): (
+        *((32768, n) for n in COLUMNS),
+        *((16384, 131072), (576000, 384), (1152000, 512)),
+    ),
+    ("layernorm", "bfloat16", "bfloat16"): ((1024, 12288),),
+    ("layernorm", "float16", "float16"): tuple(
+        (4096, n) for n in (1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192, 10240, 12288)
+    ),
+    ("layernorm", "float32", "float32"): ((32768, 1024), (32768, 16384)),
+}
 
 # The relative L2 error up to which a peer's result is its dtype's and not wrong: several roundings of x's dtype, and
 # for float32 plain sums over many rows.
@@ -433,6 +459,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     from cupynorm import cli
 
+    if options.field and (options.dtype or options.w_dtype or options.plot):
+        raise cli.UsageError("--field has its own dtypes, and no picture: no --dtype, --w-dtype or --plot beside it")
     if options.csv and options.plot and options.csv.resolve() == options.plot.resolve():
         raise cli.UsageError(f"--csv and --plot both name {options.csv}")
     with ExitStack() as files:
@@ -447,11 +475,7 @@ def run(options: argparse.Namespace) -> int:
         xp, _ = cli.pick_device(options.device)
         absent = absences(options.peers, xp is not np)
         present = [name for name in options.peers if name not in absent]
-        cases = [
-            bench.case(f"{norm}_backward", rows_of(options, columns), columns, options.dtype, options.w_dtype)
-            for norm in options.norm
-            for columns in options.n
-        ]
+        cases = cases_of(options)
         header = about(xp, present)
         triads: dict[bench.Case, bench.Triad] = {}
         results: list[Result] = []
@@ -475,9 +499,25 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def rows_of(options: argparse.Namespace, columns: int) -> int:
+def cases_of(options: argparse.Namespace) -> list[bench.Case]:
+    if options.field:
+        return [
+            bench.case(f"{norm}_backward", rows, columns, dtype, w_dtype)
+            for (norm, dtype, w_dtype), shapes in FIELD.items()
+            for rows, columns in shapes
+            if norm in options.norm and (options.n is None or columns in options.n)
+        ]
+    dtype = bench.dtype_of(options.dtype or "bfloat16")
+    return [
+        bench.case(f"{norm}_backward", rows_of(options, columns, dtype), columns, dtype, options.w_dtype)
+        for norm in options.norm
+        for columns in options.n or COLUMNS
+    ]
+
+
+def rows_of(options: argparse.Namespace, columns: int, dtype: np.dtype[Any]) -> int:
     rows: int = options.rows
-    return rows if options.data is None else max(1, round(options.data * 1e6 / (3 * columns * options.dtype.itemsize)))
+    return rows if options.data is None else max(1, round(options.data * 1e6 / (3 * columns * dtype.itemsize)))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -500,11 +540,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     parser = cli.Parser(prog="peers.py", description="The backward passes beside every peer that is installed.")
     parser.add_argument("--norm", nargs="+", choices=NORMS, default=list(NORMS), help="default: both")
-    parser.add_argument("--n", type=numbers, default=COLUMNS, metavar="N,…", help="row lengths; default: 256 to 65536")
+    parser.add_argument("--n", type=numbers, metavar="N,…", help="row lengths; default: 256 to 65536, with --field all")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--rows", type=number, default=32768, metavar="M", help="default: 32768")
     size.add_argument("--data", type=megabytes, metavar="MB", help="rows such that x, dy and dx have so many MB")
-    parser.add_argument("--dtype", type=cli.dtype, default="bfloat16", help="of x and dy; default: bfloat16")
+    size.add_argument("--field", action="store_true", help="rows and dtypes of the peers' benchmarks and of models")
+    parser.add_argument("--dtype", type=cli.dtype, help="of x and dy; default: bfloat16")
     parser.add_argument("--w-dtype", type=cli.dtype, help="of w; default: float32, float64 with float64")
     parser.add_argument("--peers", type=names, default=tuple(PEERS), metavar="NAME,…", help=", ".join(PEERS))
     parser.add_argument("--device", choices=("cuda", "numpy"), help="default: CUDA if a device answers, else NumPy")

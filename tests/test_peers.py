@@ -113,6 +113,16 @@ def test_table_csv_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert list(tmp_path.iterdir()) == [target]
 
 
+def test_the_fields_shapes() -> None:
+    cases = peers.cases_of(peers.parse(["--field"]))
+    assert len({(case.op, case.shape, case.dtypes) for case in cases}) == len(cases) == 56
+    of_norm = peers.cases_of(peers.parse(["--field", "--norm", "layernorm", "--n", "4096"]))
+    assert [(case.shape, case.dtypes) for case in of_norm] == [
+        ("32768x4096", "bfloat16/float32"),
+        ("4096x4096", "float16"),
+    ]
+
+
 @pytest.mark.usefixtures("fake_peers")
 @pytest.mark.parametrize("norms", [["rmsnorm"], ["rmsnorm", "layernorm"]])
 def test_pictures(norms: list[str], tmp_path: Path) -> None:
@@ -257,6 +267,8 @@ def test_how_many_rows_of_each_set_meet_their_bound() -> None:
         (peers, ["--plot", "peers.docx"], ["--plot", "peers.docx", ".png"]),
         (peers, ["--csv", "one.png", "--plot", "one.png"], ["--csv", "--plot", "one.png"]),
         (peers, ["--frobnicate"], ["--frobnicate"]),
+        (peers, ["--field", "--dtype", "float32"], ["--field", "--dtype"]),
+        (peers, ["--field", "--data", "25"], ["--field", "--data"]),
         (roofline, ["--set", "sizes,nothing"], ["--set", "nothing", "pytorch"]),
         (roofline, ["--ops", "softmax"], ["--ops", "softmax", "rmsnorm_backward"]),
         (roofline, ["--sizes", "25,x"], ["--sizes", "x"]),
