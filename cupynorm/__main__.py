@@ -27,7 +27,7 @@ QUICK_SIZES = ((128, 256), (33, 1000))
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    return cli.guarded("python -m cupynorm", lambda: options.command(options))
+    return cli.guarded(options.program, lambda: options.command(options))
 
 
 # --- the main job -----------------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ def bench_command(options: argparse.Namespace) -> int:
     """Measure what the user names."""
     cases = [
         bench.case(op, shape[0], shape[1], dtype, options.w_dtype, options.bias)
-        for op in options.op
-        for dtype in options.dtype
+        for op in options.op or bench.OPS
+        for dtype in options.dtype or [_usual_dtype()]
         for shape in options.shape
     ]
     file_format = cli.plot_format(options.plot) if options.plot else ""
@@ -131,6 +131,13 @@ def bench_command(options: argparse.Namespace) -> int:
     return 0
 
 
+def _usual_dtype() -> np.dtype[Any]:
+    try:
+        return bench.dtype_of("bfloat16")
+    except ValueError:
+        return bench.dtype_of("float32")
+
+
 def _print_method(cuda: bool, measurements: Sequence[bench.Measurement]) -> None:
     clock = "CUDA events around one call" if cuda else "time.perf_counter around one call"
     fastest = max(measurements, key=lambda m: m.triad.gbps)
@@ -140,7 +147,7 @@ def _print_method(cuda: bool, measurements: Sequence[bench.Measurement]) -> None
     print("of triad: 1 is the speed, byte for byte, of z = x + dy over tensors of the same size on this device,")
     where = f"{fastest.case.shape} {fastest.case.dtype.name}"
     print(f"  which is at most {report.gbps(fastest.triad.gbps)} GB/s here ({where}).")
-    if not cuda:
+    if not cuda and any(m.case.dtype.itemsize == 2 for m in measurements):
         print("  For float16 and bfloat16 x and dy are float32 there, which NumPy adds at the speed of memory.")
 
 
@@ -224,21 +231,25 @@ def _parser() -> argparse.ArgumentParser:
         "Exit status 1 if a check fails.",
     )
     devices = {"choices": ("cuda", "numpy"), "help": "default: CUDA if a device answers, else NumPy"}
-    parser.set_defaults(command=run)
+    parser.set_defaults(command=run, program=parser.prog)
     parser.add_argument("--version", action="version", version=f"cupynorm {cupynorm.__version__}")
     parser.add_argument("--quick", action="store_true", help="small sizes, few repeats: checks, but no useful timings")
     parser.add_argument("--device", **devices)  # type: ignore[arg-type]
     commands = parser.add_subparsers(title="other commands", metavar="COMMAND", parser_class=cli.Parser)
 
     about = commands.add_parser("info", help="versions, devices, where the kernels and their cache lie")
-    about.set_defaults(command=info)
+    about.set_defaults(command=info, program=about.prog)
 
     measure = commands.add_parser("bench", help="measure the sizes that you name")
-    measure.set_defaults(command=bench_command)
-    several = {"nargs": "+", "action": "extend", "required": True}
-    measure.add_argument("--op", type=cli.op, metavar="OP", help=", ".join(bench.OPS), **several)  # type: ignore[arg-type]
-    measure.add_argument("--shape", type=cli.shape, metavar="ROWSxN", help="such as 32768x4096", **several)  # type: ignore[arg-type]
-    measure.add_argument("--dtype", type=cli.dtype, metavar="DTYPE", help=", ".join(bench.DTYPES), **several)  # type: ignore[arg-type]
+    measure.set_defaults(command=bench_command, program=measure.prog)
+    several: Any = {"nargs": "+", "action": "extend"}
+    measure.add_argument("--op", type=cli.op, metavar="OP", help=f"{', '.join(bench.OPS)}; default: all", **several)
+    measure.add_argument(
+        "--shape", type=cli.shape, metavar="ROWSxN", help="such as 32768x4096", required=True, **several
+    )
+    measure.add_argument(
+        "--dtype", type=cli.dtype, metavar="DTYPE", help=f"{', '.join(bench.DTYPES)}; default: bfloat16", **several
+    )
     measure.add_argument(
         "--w-dtype", type=cli.dtype, metavar="DTYPE", help="of w; default: float32, float64 with float64"
     )

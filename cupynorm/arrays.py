@@ -103,7 +103,12 @@ class Device:
     operand = staticmethod(operator.attrgetter("data.ptr"))
 
     def __init__(self) -> None:
-        self.cupy: Any = importlib.import_module("cupy")
+        try:
+            self.cupy: Any = importlib.import_module("cupy")
+        except ImportError as error:
+            raise ImportError(
+                f"arrays on a CUDA device need CuPy ({error}): pip install 'cupynorm[cuda12]', or cupynorm[cuda13]"
+            ) from error
         self._make, self._alloc = _maker_of(self.cupy), self.cupy.cuda.alloc
         self.empty = self._make
         self.contiguous = self.cupy.ascontiguousarray
@@ -368,8 +373,9 @@ def _mixed_frameworks(label: str, kind: type, needed: str) -> TypeError:
 
 
 def _not_an_array(label: str, kind: type) -> TypeError:
+    by_name = " (options are given by name: eps=1e-6, say)" if issubclass(kind, (int, float)) else ""
     return TypeError(
-        f"{label}: got {_type_name(kind)}; a NumPy array, a CuPy array or an array with __dlpack__ is needed"
+        f"{label}: got {_type_name(kind)}; a NumPy array, a CuPy array or an array with __dlpack__ is needed{by_name}"
     )
 
 

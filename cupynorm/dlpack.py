@@ -37,6 +37,10 @@ _IEEE_FLOAT, _BFLOAT = 2, 4  # kDLFloat, kDLBfloat
 _CODES = {0: "i", 1: "u", _IEEE_FLOAT: "f", 5: "c"}  # kDLInt, kDLUInt, kDLFloat, kDLComplex
 
 
+# Names of some other types, for messages: kDLBool, kDLFloat8_e4m3fn, kDLFloat8_e5m2.
+_OTHERS = {6: "bool", 10: "float8_e4m3fn", 12: "float8_e5m2"}
+
+
 class UnsupportedType(ValueError):
     """An element type that the library does not take."""
 
@@ -59,8 +63,9 @@ def _dtype_of(code: int, bits: int, lanes: int) -> np.dtype[Any]:
         return bfloat16()
     if lanes == 1 and code in _CODES and bits >= 8:
         return np.dtype(f"{_CODES[code]}{bits // 8}")
+    name = f" ({_OTHERS[code]})" if code in _OTHERS else ""
     raise UnsupportedType(
-        f"has DLPack type code {code} with {bits} bits and {lanes} lanes; "
+        f"has DLPack type code {code}{name} with {bits} bits and {lanes} lanes; "
         "one of float16, bfloat16, float32, float64 is needed"
     )
 

@@ -435,3 +435,29 @@ def test_only_types_with_a_table_of_their_own_are_read_by_it(exchange: Any) -> N
     assert dlpack.exchange_of(torch.nn.Parameter) is None
     assert dlpack.exchange_of(Foreign) is None
     assert dlpack.exchange_of(np.ndarray) is None
+
+
+class OnCuda(Foreign):
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)
+
+
+def test_cuda_arrays_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    arrays.device_home.cache_clear()
+    x = OnCuda(np.ones((2, 4), np.float32))
+    with pytest.raises(ImportError, match=r"CUDA device need CuPy .*pip install 'cupynorm\[cuda12\]'"):
+        cupynorm.rmsnorm_forward(x)
+
+
+def test_numbers_in_place_of_arrays() -> None:
+    """As eps is, in libraries that have it third."""
+    x = np.ones((2, 4), np.float32)
+    with pytest.raises(TypeError, match=r"b: got float; .* \(options are given by name: eps=1e-6, say\)"):
+        cupynorm.rmsnorm_forward(x, None, 1e-6)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("code", "bits", "name"), [(10, 8, "float8_e4m3fn"), (6, 8, "bool")])
+def test_types_that_have_a_name(code: int, bits: int, name: str) -> None:
+    with pytest.raises(dlpack.UnsupportedType, match=rf"type code {code} \({name}\) with {bits} bits"):
+        dlpack._dtype_of(code, bits, 1)

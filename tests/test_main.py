@@ -202,13 +202,23 @@ def test_bad_input_is_one_line_and_status_2(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("left_out", ["--op", "--shape", "--dtype"])
-def test_bench_needs_op_shape_and_dtype(left_out: str, capsys: pytest.CaptureFixture[str]) -> None:
-    position = ONE.index(left_out)
+def test_bench_needs_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    position = ONE.index("--shape")
     assert main_in_process(*ONE[:position], *ONE[position + 2 :]) == 2
-    error = capsys.readouterr().err
-    assert left_out in error
-    assert len(error.splitlines()) == 1
+    assert_one_line_of_error(capsys, ["--shape"])
+
+
+def test_bench_has_all_functions_and_bfloat16_unless_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_in_process("bench", "--shape", "16x64", "--device", "numpy") == 0
+    lines = capsys.readouterr().out.splitlines()
+    of_cases = [line.split()[:3] for line in lines if "16x64 " in line and line.split()[0] in bench.OPS]
+    assert of_cases == [[op, "16x64", "bfloat16/float32"] for op in bench.OPS]
+
+
+def test_errors_name_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for options in (["--csv", str(tmp_path / "no" / "file.csv")], ["--dtype", "int32"]):
+        assert main_in_process("bench", "--shape", "16x64", *options) == 2
+        assert capsys.readouterr().err.startswith("python -m cupynorm bench: argument ")
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
