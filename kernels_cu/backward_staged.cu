@@ -1,20 +1,20 @@
-// Backward pass for rows that fit in shared memory, of one block or of the blocks of a cluster or a gang (compute capability 9.0).
+// Backward pass for rows that fit in shared memory, of one block or of the blocks of a cluster or a gang (compute capability 9.0
+// and newer).
 //
 // How rows are split, staged and walked: staged.cuh. From the ring in shared memory x and dy are read twice, for the first
 // half of a row's work, its sums and dw and db, and for the second, dx. The first half of step j + 1 (in gangs j + 2) comes before
 // the second half of step j, so the exchange of a row's sums, between warps and by remote stores between blocks, hides behind
 // work.
 //
-// In registers: this thread's w, dw and db. In shared memory: the ring, the second level of dw and db, four slots of
-// sums per group. To memory: x, dy and dx once; one partial row of dw and db for each block, cluster or gang, which the blocks
-// together add up in the end (reduction.cuh). Orders of sums: a row over a thread's columns, over its lanes by a butterfly,
-// over its warps and blocks likewise; a column over 16 rows, over these in turn, over the block's groups.
+// In registers: this thread's w, dw and db. In shared memory: the ring, the second level of dw and db (ColumnSums of
+// backward.cuh), four slots of sums per group. To memory: x, dy and dx once; one partial row of dw and db for each block, cluster
+// or gang, which the blocks together add up in the end (reduction.cuh). Orders of sums: a row over a thread's columns, over its
+// lanes by a butterfly, over its warps and blocks likewise; a column over 16 rows, over these in turn, over the block's groups.
 //
 // With DX_ALONE walkers write dx alone: for calls that want no more, or because, where there is little data, the last blocks of
-// the grid sum dw and db (column_blocks.cuh), and read x and dy once more. A call with dw or db compiles both kernels at the same
-// time, so that it takes the time of one: NVRTC, two cores, N=4096, 0.67 → 0.51 s, LayerNorm 0.80 → 0.58. A call for dx alone
-// compiles two, one in which walkers can keep pace and one in which they cannot. Few rows have a kernel of their own
-// (backward_few_rows.cu). A row's dx has the same bits in all.
+// the grid sum dw and db (column_blocks.cuh), and read x and dy once more. Few rows have a kernel of their own
+// (backward_few_rows.cu). A row's dx has the same bits in all. A call compiles these three at the same time; one for dx alone has,
+// in place of that with dw, one in which walkers that write dx alone can keep pace.
 //
 // What stands before the first copies is short. By stamps (RMSNorm, N=1024, 25 MB, an H100) the first rows are asked for 1730 cycles
 // after a block starts, of which 760 go by until the first argument is there. What is waited for is asked for in the order in which
@@ -111,17 +111,17 @@ constexpr bool kHoldsBack = kSumsColumns && kLayerNorm && kWantDb && sizeof(X) =
 // Steps from a row's first half to its second.
 constexpr int kBehind = kGang ? kGangBehind : 1;
 
-// Else, whether the partial row is on its way before the last of the block's dx, which is written meanwhile: N=16384, 25 MB,
-// 17.7 → 16.8 us. Not where the compiler takes more registers for it (LayerNorm, 32 columns: 254, not 218),
-// nor off 16 bytes in parts of a warp (N=129 64.9 → 66.2).
+// Where that is not so: whether the partial row is on its way before the last of the block's dx, which is written meanwhile
+// (N=16384, 25 MB, 17.7 → 16.8 us). Not where the compiler takes more registers for it (LayerNorm, 32 columns: 254, not 218), nor
+// off 16 bytes in parts of a warp (N=129 64.9 → 66.2).
 constexpr bool kPublishesInLoop = !kHoldsBack && (VECTOR ? kSplitsRows || !kWantDb : kWholeWarps && !kWantDb);
 
 // Steps that are asked for first of all, which a ring has room for. RMSNorm gains by two (100 MB 0.9% on average), LayerNorm, an
 // H100, 25 to 100 MB by 0.4%; float32 takes as long with two.
 constexpr int kFirstSteps = sizeof(X) == 2 && sizeof(Dy) == 2 ? 2 : 1;
 
-// Ring of staged.cuh: where registers are few (LayerNorm, N=32768, 1 GB, 244.5 → 243.1 us). RMSNorm takes as long; without pace it
-// loses.
+// Whether the ring keeps in shared memory where each place's next copy begins (Ring of staged.cuh), as gains where registers are
+// few (LayerNorm, N=32768, 1 GB, 244.5 → 243.1 us). RMSNorm takes as long; without pace it loses.
 constexpr bool kSourcesAhead = VECTOR && PACED && kLayerNorm && !kFillsBlock;
 
 // The exchange of a row's sums, in a block or cluster, or in a gang.
@@ -195,8 +195,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     w_ahead.wait();
     w.load(w_ahead.source, a.w_code, own);
     ring.start_others<kFirstSteps>(walk, x_part, dy_part);
-    // Where w was copied to, the column sums' second level lies. And where walkers keep pace what one warp wrote for that, and of
-    // sources, is read by others, which in clusters have met by a barrier that orders nothing else.
+    // From here on the column sums' second level lies where w was copied to. And with pace, in clusters, what one warp wrote into
+    // PaceState, and as Sources, is read by others, who have met it so far by a barrier alone that orders nothing else.
     if constexpr (kSumsColumns || (PACED && kClustered)) __syncthreads();
 
     X* const first_dx = a.dx + first_row * a.dx_row_stride + share.first_column;

@@ -11,7 +11,7 @@
 // A vector of a thread's x, until y is written: as it came; single columns widened, which takes less registers.
 template <bool kWhole> struct KeptVector {
     Vector packed;
-    __device__ void load(const X* source, Held held) {  // of an odd row what is not held is read, too
+    __device__ void load(const X* source, Held held) {  // of an odd row (element.cuh) what is not held is read, too
         packed = {};
         if (kOddRows || held) packed.load(source);
         keep_held(packed, held);
@@ -42,9 +42,9 @@ struct RowStatistics {
 // From a row's columns to its statistics. What warps post is the squares of the distances from the mean of their columns, and
 // the columns' sum (RMSNorm: their squares, and 0). The exchange is SumExchange<false> of staged.cuh, or has what is used of it here.
 template <class Exchange> struct RowMoments {
-    static constexpr int kMost = kMaxWarps * kCluster;        // entries of a sum, one of each warp
-    static constexpr int kLanes = minimum(kMost, 32);         // that read them,
-    static constexpr int kEach = kMost / kLanes;              // so many each
+    static constexpr int kMost = kMaxWarps * kCluster;        // entries of a sum at most, one of each warp
+    static constexpr int kLanes = minimum(kMost, 32);         // lanes that read these entries
+    static constexpr int kEach = kMost / kLanes;              // entries that a lane reads
 
     const Exchange& exchange;
     const RootOfMean root;
@@ -70,7 +70,7 @@ template <class Exchange> struct RowMoments {
         }
     }
 
-    // `held` is of an odd row.
+    // `held` is of an odd row, and has 16 bits for each column of a pair.
     __device__ Sums<Compute> of_warp(const Kept (&row)[kVectors], const Columns& at, const PairsHeld& held) const {
         Compute x[kVector], mean = Compute(0), centre = Compute(0), own_sum = Compute(0), sum_of_warp = Compute(0);
         if constexpr (kLayerNorm) {

@@ -1,4 +1,4 @@
-// Forward pass for rows that the blocks of a cluster hold in registers (compute capability 9.0): y, mean and rstd.
+// Forward pass for rows that the blocks of a cluster hold in registers (compute capability 9.0 and newer): y, mean and rstd.
 //
 // How rows are split, staged and walked: staged.cuh. A thread takes its columns of a row from the ring into registers,
 // whereupon the ring's place is filled again. Row j + 1 is taken and its sums posted before those of row j are awaited, so
