@@ -48,6 +48,10 @@ def test_autograd_example() -> None:
     w = torch.randn(8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, w: names["RMSNorm"].apply(x, w, 1e-6), (x, w))
 
+    y = (names["RMSNorm"].apply(x, w, 1e-6) * torch.arange(8)).sum()
+    with pytest.raises(NotImplementedError, match="first derivatives only"):  # else they would be wrong
+        torch.autograd.grad(y, x, create_graph=True)
+
     def loss(x: Any, w: Any) -> Any:
         return (2 * names["RMSNorm"].apply(x, w, 1e-6)).sum()
 

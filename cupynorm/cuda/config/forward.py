@@ -88,7 +88,7 @@ FORWARD_STAGED_LEAST_STAGES, FORWARD_STAGED_MORE_STAGES, FORWARD_SHORT_STEPS = 2
 # 168.6 us, 384: 186 → 176; off 16 bytes, with 36, 667 MB, 1025 130.5 → 123.9, 4100 130.6 → 126.8; but with 24, 32 and
 # 48, in whole warps, +1%). In clusters, and off 16 bytes in blocks of eight warps, with so many of both norms (1 GB,
 # off 16 bytes, RMSNorm, 32772: 194 → 176, 8191: 184 → 175, LayerNorm, 16388: 194 → 180; but RMSNorm, 4095, in four
-# warps: 172 → 175, and RMSNorm's clusters with 32 columns, with leads of ten quarters ±0.5%, of six +1.6 to +3.2%).
+# warps: 172 → 175, and RMSNorm's clusters with 32 columns, with leads of ten quarters ±0.5%, of six +1.3 to +3.5%).
 FORWARD_MORE_STAGES_COLUMNS, FORWARD_MORE_STAGES_PART_COLUMNS = (36, 40, 64), (24,)
 FORWARD_MORE_STAGES_CLUSTER_COLUMNS, FORWARD_MORE_STAGES_BLOCK_COLUMNS = (36, 40, 48), 36
 
