@@ -44,24 +44,25 @@ ROOT = Path(__file__).resolve().parent.parent
 NORMS = ("rmsnorm", "layernorm")
 COLUMNS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
-# Shapes by norm and dtypes of x and w: of the field's benchmarks, and of models.
+# Shapes by norm and dtypes of x and w, as benchmarks and models have them.
 FIELD: dict[tuple[str, str, str], tuple[tuple[int, int], ...]] = {
-    ("rmsnorm", "bfloat16", "float32"): (
+    ("rmsnorm", "bfloat16", "float32"): (  # PyTorch's benchmarks of norms
         *((32768, n) for n in COLUMNS),
         *((16384, 131072), (8192, 262144), (576000, 384), (1152000, 512)),
     ),
-    ("rmsnorm", "bfloat16", "bfloat16"): (
-        *((16384, 4096), (8192, 8192), (8192, 5120), (4096, 8192), (2048, 4096), (4096, 2048), (131072, 128)),
-        *((8192, 128), (1, 1024), (1, 4096), (1, 8192), (1024, 1024), (1024, 4096), (1024, 8192)),
+    ("rmsnorm", "bfloat16", "bfloat16"): (  # language models in training, the heads of attention, few rows
+        *((16384, 4096), (8192, 8192), (8192, 5120), (4096, 8192), (2048, 4096), (4096, 2048)),
+        *((131072, 128), (8192, 128)),
+        *((1, 1024), (1, 4096), (1, 8192), (1024, 1024), (1024, 4096), (1024, 8192)),
     ),
     ("rmsnorm", "float16", "float16"): ((4096, 128), (4096, 768)),
     ("rmsnorm", "float32", "float32"): ((32768, 1024), (32768, 16384)),
-    ("layernorm", "bfloat16", "float32"): (
+    ("layernorm", "bfloat16", "float32"): (  # PyTorch's
         *((32768, n) for n in COLUMNS),
         *((16384, 131072), (576000, 384), (1152000, 512)),
     ),
     ("layernorm", "bfloat16", "bfloat16"): ((1024, 12288),),
-    ("layernorm", "float16", "float16"): tuple(
+    ("layernorm", "float16", "float16"): tuple(  # of Triton's tutorial
         (4096, n) for n in (1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192, 10240, 12288)
     ),
     ("layernorm", "float32", "float32"): ((32768, 1024), (32768, 16384)),
@@ -463,6 +464,12 @@ def run(options: argparse.Namespace) -> int:
         raise cli.UsageError("--field has its own dtypes, and no picture: no --dtype, --w-dtype or --plot beside it")
     if options.csv and options.plot and options.csv.resolve() == options.plot.resolve():
         raise cli.UsageError(f"--csv and --plot both name {options.csv}")
+    try:
+        cases = cases_of(options)
+    except ValueError as error:  # bfloat16 without its package
+        raise cli.UsageError(str(error)) from None
+    if not cases:
+        raise cli.UsageError("argument --n: --field has no rows of these lengths")
     with ExitStack() as files:
         pictures = {}
         if options.plot:
@@ -475,7 +482,6 @@ def run(options: argparse.Namespace) -> int:
         xp, _ = cli.pick_device(options.device)
         absent = absences(options.peers, xp is not np)
         present = [name for name in options.peers if name not in absent]
-        cases = cases_of(options)
         header = about(xp, present)
         triads: dict[bench.Case, bench.Triad] = {}
         results: list[Result] = []

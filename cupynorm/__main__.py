@@ -248,7 +248,11 @@ def _parser() -> argparse.ArgumentParser:
         "--shape", type=cli.shape, metavar="ROWSxN", help="such as 32768x4096", required=True, **several
     )
     measure.add_argument(
-        "--dtype", type=cli.dtype, metavar="DTYPE", help=f"{', '.join(bench.DTYPES)}; default: bfloat16", **several
+        "--dtype",
+        type=cli.dtype,
+        metavar="DTYPE",
+        help=f"{', '.join(bench.DTYPES)}; default: bfloat16, float32 without ml_dtypes",
+        **several,
     )
     measure.add_argument(
         "--w-dtype", type=cli.dtype, metavar="DTYPE", help="of w; default: float32, float64 with float64"

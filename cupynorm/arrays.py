@@ -106,8 +106,10 @@ class Device:
         try:
             self.cupy: Any = importlib.import_module("cupy")
         except ImportError as error:
+            reason = str(error).strip().partition("\n")[0]
             raise ImportError(
-                f"arrays on a CUDA device need CuPy ({error}): pip install 'cupynorm[cuda12]', or cupynorm[cuda13]"
+                f"arrays on a CUDA device need CuPy, which cannot be imported ({reason}): "
+                "it comes with cupynorm's extra cuda12 or cuda13"
             ) from error
         self._make, self._alloc = _maker_of(self.cupy), self.cupy.cuda.alloc
         self.empty = self._make
@@ -373,7 +375,7 @@ def _mixed_frameworks(label: str, kind: type, needed: str) -> TypeError:
 
 
 def _not_an_array(label: str, kind: type) -> TypeError:
-    by_name = " (options are given by name: eps=1e-6, say)" if issubclass(kind, (int, float)) else ""
+    by_name = " (options are given by name: eps=1e-6, say)" if label == "b" and issubclass(kind, (int, float)) else ""
     return TypeError(
         f"{label}: got {_type_name(kind)}; a NumPy array, a CuPy array or an array with __dlpack__ is needed{by_name}"
     )

@@ -106,12 +106,13 @@ _OF_RESULTS = {"date_utc", "skip_reasons", *_COUNTS, *_LISTS}  # the rest says w
 
 
 def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The record of several runs on one machine over the same sources, no test function in two of them."""
+    """The record of several runs over the same sources, on machines that are alike in all that a record names, no test
+    function in two of them."""
     first = {key: value for key, value in parts[0].items() if key not in _OF_RESULTS}
     skip_reasons: Counter[str] = Counter()
     for part in parts:
         if {key: value for key, value in part.items() if key not in _OF_RESULTS} != first:
-            raise ValueError("the parts are of different machines, versions or sources")
+            raise ValueError("the parts are of different devices, versions or sources")
         skip_reasons.update(part["skip_reasons"])
     functions = [function for part in parts for function in part["functions"]]
     if len(set(functions)) != len(functions):

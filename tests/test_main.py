@@ -215,6 +215,14 @@ def test_bench_has_all_functions_and_bfloat16_unless_told(capsys: pytest.Capture
     assert of_cases == [[op, "16x64", "bfloat16/float32"] for op in bench.OPS]
 
 
+def test_bench_without_bfloat16_takes_float32(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    assert main_in_process("bench", "--op", "rmsnorm_forward", "--shape", "16x64", "--device", "numpy") == 0
+    assert "16x64     float32" in capsys.readouterr().out
+
+
 def test_errors_name_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for options in (["--csv", str(tmp_path / "no" / "file.csv")], ["--dtype", "int32"]):
         assert main_in_process("bench", "--shape", "16x64", *options) == 2

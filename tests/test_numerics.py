@@ -337,7 +337,7 @@ def test_rows_far_from_zero(xp: Any, x: str, rows: int, columns: int) -> None:
 @pytest.mark.parametrize("columns", [40960, 81920, 163840])
 @pytest.mark.parametrize("rows", [1, 12])
 def test_long_rows_far_from_zero(xp: Any, x: str, rows: int, columns: int) -> None:
-    """On a GPU by clusters of four, eight and sixteen."""
+    """On an H200 or H100 by clusters of four, eight and sixteen, as launch choices are."""
     case = far(x, rows, columns)
     tensors = make_case(xp, case)
     check_forward(case, tensors, forward(case.norm, tensors))
@@ -347,7 +347,7 @@ def test_long_rows_far_from_zero(xp: Any, x: str, rows: int, columns: int) -> No
     ("x", "columns"), [(x, n) for x in DTYPES for n in (96, 300, 512, 1001) if n <= FAR_COLUMNS[x]]
 )
 def test_rows_far_from_zero_that_lie_apart(xp: Any, x: str, columns: int) -> None:
-    """Other kernels take rows of a warp or less with large gaps between them."""
+    """For other kernels: as launch choices are, rows of a warp or less with large gaps take the direct route."""
     case = far(x, 700, columns)
     tensors = make_case(xp, case)
     wide = xp.zeros((case.rows, 3 * columns), tensors.x.dtype)
@@ -359,7 +359,7 @@ def test_rows_far_from_zero_that_lie_apart(xp: Any, x: str, columns: int) -> Non
 @pytest.mark.parametrize("columns", [96, 384, 664, 1024, 6144, 20480])
 @pytest.mark.parametrize("rows", [3, 300])
 def test_constant_rows_have_no_variance(xp: Any, rows: int, columns: int) -> None:
-    """Squares are put together from parts, and where some count as 0 their sum may come out below 0."""
+    """Squares are put together from parts, and where some count as 0 their sum may come out below 0: no NaN of it."""
     values = xp.asarray(np.geomspace(1e-19, 1e-6, rows).astype(np.float32))
     x = xp.ascontiguousarray(xp.broadcast_to(values[:, None], (rows, columns)))
     _, mean, rstd = cupynorm.layernorm_forward(x, eps=0.0)

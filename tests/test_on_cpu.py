@@ -546,7 +546,7 @@ def test_16_bit_rows_of_several_warps_lose_nothing_far_from_zero(
 def test_constant_rows_have_no_variance(
     small_device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, kernel: str
 ) -> None:
-    """Where squares count as 0, but not what is put back, a row's may come out below 0: rstd is infinite, no NaN."""
+    """Where squares count as 0, but not what is put back, a row's may come out below 0: rstd is large, and no NaN."""
     if "few" not in kernel:
         without_kernels_for_few_rows(monkeypatch)
     values = np.geomspace(1e-16, 1e-10, rows).astype(np.float32)

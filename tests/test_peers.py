@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -269,6 +270,8 @@ def test_how_many_rows_of_each_set_meet_their_bound() -> None:
         (peers, ["--frobnicate"], ["--frobnicate"]),
         (peers, ["--field", "--dtype", "float32"], ["--field", "--dtype"]),
         (peers, ["--field", "--data", "25"], ["--field", "--data"]),
+        (peers, ["--field", "--plot", "peers.png"], ["--field", "--plot"]),
+        (peers, ["--field", "--n", "100"], ["--field", "--n"]),
         (roofline, ["--set", "sizes,nothing"], ["--set", "nothing", "pytorch"]),
         (roofline, ["--ops", "softmax"], ["--ops", "softmax", "rmsnorm_backward"]),
         (roofline, ["--sizes", "25,x"], ["--sizes", "x"]),
@@ -296,6 +299,15 @@ def test_bad_input_is_one_line_and_status_2(
     assert exit_status(module.main, arguments) == 2
     assert_one_line_of_error(capsys, words)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [[], ["--field"]])
+def test_peers_without_bfloat16(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    assert exit_status(peers.main, options) == 2
+    assert_one_line_of_error(capsys, ["ml_dtypes"])
 
 
 def test_record_names_an_unknown_commit(capsys: pytest.CaptureFixture[str]) -> None:
