@@ -35,10 +35,7 @@ _get_pointer.restype, _get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object
 
 _IEEE_FLOAT, _BFLOAT = 2, 4  # kDLFloat, kDLBfloat
 _CODES = {0: "i", 1: "u", _IEEE_FLOAT: "f", 5: "c"}  # kDLInt, kDLUInt, kDLFloat, kDLComplex
-
-
-# Names of some other types, for messages: kDLBool, kDLFloat8_e4m3fn, kDLFloat8_e5m2.
-_OTHERS = {6: "bool", 10: "float8_e4m3fn", 12: "float8_e5m2"}
+_OTHERS = {6: "bool", 10: "float8_e4m3fn", 12: "float8_e5m2"}  # some that are not taken, as messages name them
 
 
 class UnsupportedType(ValueError):
