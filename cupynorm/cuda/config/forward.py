@@ -146,7 +146,7 @@ LEAD_FORWARD_40_48 = {
 
 # LayerNorm's only in clusters of up to so many blocks, by whether memory is slow (1 GB, 81920, with pace and without:
 # 178.9, 171.1 us, 98304: 176.0, 168.4, of sixteen, 667 MB, 163840: 133.5, 125.9; an H100: 226.6, 234.8, 227.2, 237.5
-# and, 1 GB, 228.6, 238.1; for 10.0, inferred).
+# and 163840 228.1, 238.1; for 10.0, inferred).
 PACED_FORWARD_MOST_BLOCKS_LAYERNORM = {False: 4, True: CLUSTERS[-1]}
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 
