@@ -382,7 +382,8 @@ def _backward_main(config: choose.BackwardConfig) -> Launch:
 
 def _staged_launch(config: choose.BackwardConfig, definitions: tuple[str, ...]) -> Launch:
     staged = _kernel("backward_staged", definitions)
-    return Launch(staged, config.threads, shared_bytes=config.shared_bytes, cluster=config.cluster)
+    shared_bytes = config.alone_shared_bytes if choose.DX_ALONE in definitions else config.shared_bytes
+    return Launch(staged, config.threads, shared_bytes=shared_bytes, cluster=config.cluster)
 
 
 def _few_rows_launch(config: choose.BackwardConfig, few: choose.FewRows) -> Launch:

@@ -13,6 +13,7 @@ was measured is in asv_bench/CHOICES.md, under their names. variants.py lists ev
 from .backward import BACKWARD_ARGUMENTS, WIDENING_ARGUMENTS, backward_config, widening_definitions
 from .column_blocks import column_parts_bytes
 from .common import (
+    DX_ALONE,
     ELEMENT_CODES,
     ODD_ACROSS_WORDS,
     ODD_BY_ELEMENT,
@@ -54,6 +55,7 @@ from .walkers import (
 
 __all__ = [
     "BACKWARD_ARGUMENTS",
+    "DX_ALONE",
     "ELEMENT_CODES",
     "FEW_ROWS_ARGUMENTS",
     "FORWARD_ARGUMENTS",

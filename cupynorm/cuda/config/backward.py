@@ -244,6 +244,11 @@ def _column_sums_bytes(problem: NormProblem, per_thread: int) -> int:
     return per_thread * compute_itemsize(problem.x_dtype.name) * (2 if kernels_sum_db(problem) else 1)
 
 
+def _ahead_bytes(x: str, slab: int) -> int:
+    """Shared memory for a block's columns of w on their way: ahead_bytes of backward_staged.cu."""
+    return divide_up(slab * compute_itemsize(x), 128) * 128
+
+
 def _staged(
     problem: NormProblem, vector: bool, access: Access, definitions: tuple[str, ...], device: Device, odd: Access
 ) -> BackwardConfig | None:
@@ -310,6 +315,7 @@ def _gang(problem: NormProblem, definitions: tuple[str, ...], device: Device) ->
         gang=True,
         stages=GANG_STAGES,
         shared_bytes=max(outer_bytes + step_bytes * GANG_STAGES, device.shared_bytes // 2),
+        alone_shared_bytes=max(_ahead_bytes(x, slab) + step_bytes * GANG_STAGES, device.shared_bytes // 2),
         lead=GANG_LEAD[device.has_slow_memory][ITEMSIZE[x]],
         paced_steps=PACE_LEAST_STEPS[problem.norm],
     )
@@ -400,14 +406,16 @@ def _staged_config(
         stages = min(room // step_bytes, STAGED_MOST_STAGES)
         if stages < STAGED_LEAST_STAGES:
             continue
-        ring_bytes = _ring_bytes(kind, per_thread, cluster, groups, blocks, keeps_pace)
+        wanted_bytes = _ring_bytes(kind, per_thread, cluster, groups, blocks, keeps_pace)
         least = STAGED_LEAST_STAGES + _takes_a_stage_more(split, device)
-        stages = min(stages, max(least, ring_bytes // (blocks * step_bytes)))
+        stages = min(stages, max(least, wanted_bytes // (blocks * step_bytes)))
         part = takes_part(name, (per_thread, group))
         least_columns = problem.columns - (cluster - 1) * slab
         short = not part and access not in ODD and has_short_rows(name, vector, per_thread, least_columns)
         access = odd if access in ODD else access
         staged = staged_definitions(per_thread, cluster, part, paced, short, gaps, access=access)
+        ring_bytes = step_bytes * stages + slack
+        least_bytes = device.shared_bytes // (blocks + 1)  # so that no more blocks fit
         return BackwardConfig(
             route="staged",
             definitions=(*definitions, *staged),
@@ -417,8 +425,8 @@ def _staged_config(
             slabs=cluster,
             cluster=cluster,
             stages=stages,
-            # At least so much that no more blocks fit.
-            shared_bytes=max(outer_bytes + step_bytes * stages + slack, device.shared_bytes // (blocks + 1)),
+            shared_bytes=max(outer_bytes + ring_bytes, least_bytes),
+            alone_shared_bytes=max(_ahead_bytes(name, slab) + ring_bytes, least_bytes),
             lead=_lead(split, stages, blocks, step_bytes, device) if paced else 0,
             paced_steps=least_steps,
             step_counters=STEP_COUNTERS if blocks > MOST_BLOCKS_A_COUNTER[problem.norm] else 1,

@@ -113,6 +113,7 @@ class BackwardConfig(NamedTuple):
     cluster: int = 1
     stages: int = 0
     shared_bytes: int = 0
+    alone_shared_bytes: int = 0  # staged route: of kernels in which walkers write dx alone
     lead: int = 0  # of a walker, in quarters of a step, where pace is kept
     paced_steps: int = PACE_FORWARD_LEAST_STEPS  # of a walker, from which on it is
     step_counters: int = 1
