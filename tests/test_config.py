@@ -136,6 +136,8 @@ def test_backward_configs_hold_their_rows(device, x, dy, alignment, norm, rows):
             assert config.backward.STAGED_LEAST_STAGES <= chosen.stages <= config.common.STAGED_MOST_STAGES, at
             assert chosen.threads <= config.common.STAGED_MAX_THREADS, at
             assert chosen.groups == 1 or chosen.slabs == 1, at
+            blocks = device.shared_bytes // (chosen.alone_shared_bytes + config.backward.STATIC_SHARED_BYTES)
+            assert blocks == blocks_at_once(chosen, device), f"of both kinds as many on a multiprocessor: {at}"
             assert chosen.slabs == chosen.cluster or (chosen.gang and chosen.cluster == 1), at
             team = team_threads(vector, per_thread * config.common.compute_itemsize(x))
             whole_teams = chosen.threads < team or chosen.threads % team == 0
@@ -494,7 +496,9 @@ def test_odd_rows_come_in_pairs(name, which):
                     slack = config.common.ODD_SLACK_BYTES
                     assert slack >= 4 * lanes * last_pairs
                     row_bytes = config.common.part_bytes(name, False, chosen.groups * slab)
-                    assert chosen.shared_bytes >= chosen.stages * row_bytes + slack
+                    ring_bytes = chosen.stages * row_bytes + slack
+                    assert chosen.shared_bytes >= ring_bytes
+                    assert not of_backward or chosen.alone_shared_bytes >= ring_bytes + slab * 4
         assert len(splits) == 2 * pairs, columns
 
 
@@ -950,7 +954,7 @@ def test_column_blocks_take_all_columns(device, x, dy, alignment, want_dx):
                 x
             )
             row_threads = chosen.threads // column_threads
-            assert row_threads * numbers * config.common.compute_itemsize(x) <= chosen.shared_bytes
+            assert row_threads * numbers * config.common.compute_itemsize(x) <= chosen.alone_shared_bytes
     assert bool(found) == device.has_clusters
     sharing = alignment == 16 and want_dx and (DTYPES[x].itemsize == DTYPES[dy].itemsize == 2 or x == dy == "float32")
     assert bool(shared) == (device.has_clusters and sharing)
@@ -997,8 +1001,14 @@ ON_H200 = [
     ("layernorm", 581, 7168, "bfloat16", "bfloat16", True, 132, (76, 56, 16)),
     ("layernorm", 2035, 2048, "bfloat16", "bfloat16", True, 132, (84, 48, 16)),  # several share a slice's rows,
     ("layernorm", 1628, 2560, "bfloat16", "bfloat16", True, 132, (72, 60, 16)),
-    ("layernorm", 1204, 5120, "bfloat16", "bfloat16", True, 132, (72, 60, 8)),  # of four lines
+    ("layernorm", 1204, 5120, "bfloat16", "bfloat16", True, 132, (78, 54, 21)),
+    ("layernorm", 390, 5120, "bfloat16", "bfloat16", True, 132, (78, 54, 21)),
+    ("layernorm", 1760, 4736, "bfloat16", "bfloat16", True, 132, (82, 50, 21)),
     ("layernorm", 505, 20480, "bfloat16", "bfloat16", True, 60, (40, 80, 4)),  # 62 MB
+    ("layernorm", 716, 20480, "bfloat16", "bfloat16", True, 60, (40, 80, 4)),  # 88 MB
+    ("rmsnorm", 716, 20480, "bfloat16", "bfloat16", True, 66, (46, 40, 4)),
+    ("rmsnorm", 1400, 10240, "bfloat16", "bfloat16", True, 132, (92, 40, 8)),
+    ("rmsnorm", 397, 32768, "bfloat16", "bfloat16", True, 30, (29, 0, 0)),  # but not of other clusters
     ("rmsnorm", 1682, 6144, "bfloat16", "bfloat16", True, 132, (84, 48, 16)),
     ("rmsnorm", 602, 10240, "bfloat16", "bfloat16", True, 132, (92, 40, 8)),
     ("rmsnorm", 244, 4096, "bfloat16", "bfloat16", True, 132, (100, 32, 16)),  # fewer with less data,
@@ -1023,7 +1033,18 @@ ON_H200 = [
     ("rmsnorm", 2604, 1152, "bfloat16", "bfloat16", True, 132, (60, 72, 16)),
     ("rmsnorm", 3255, 1280, "bfloat16", "bfloat16", True, 132, (82, 50, 8)),  # or wider slices
     ("rmsnorm", 2600, 1280, "bfloat16", "bfloat16", True, 132, (52, 80, 16)),  # 20 MB
-    ("layernorm", 4650, 896, "bfloat16", "bfloat16", True, 132, (69, 63, 16)),
+    ("layernorm", 4650, 896, "bfloat16", "bfloat16", True, 132, (76, 56, 16)),
+    ("rmsnorm", 2404, 832, "bfloat16", "bfloat16", True, 132, (76, 56, 16)),
+    ("layernorm", 9301, 448, "bfloat16", "bfloat16", True, 264, (152, 112, 32)),  # short rows: more than 90 blocks,
+    ("rmsnorm", 9301, 448, "bfloat16", "bfloat16", True, 264, (152, 112, 32)),
+    ("layernorm", 3348, 448, "bfloat16", "bfloat16", True, 264, (208, 56, 32)),  # but not of 9 MB,
+    ("layernorm", 6510, 640, "bfloat16", "bfloat16", True, 264, (164, 100, 16)),  # of any number,
+    ("layernorm", 16276, 256, "bfloat16", "bfloat16", True, 264, (168, 96, 32)),
+    ("rmsnorm", 6510, 640, "bfloat16", "bfloat16", True, 264, (164, 100, 16)),  # without db where lanes are idle,
+    ("rmsnorm", 4688, 640, "bfloat16", "bfloat16", True, 264, (184, 80, 16)),  # but not of 18 MB
+    ("layernorm", 10706, 576, "bfloat16", "bfloat16", True, 264, (165, 99, 16)),  # 37 MB, idle lanes
+    ("layernorm", 8759, 704, "bfloat16", "bfloat16", True, 264, (244, 0, 0)),
+    ("rmsnorm", 8049, 704, "bfloat16", "bfloat16", True, 264, (165, 99, 16)),
     ("layernorm", 4037, 1032, "bfloat16", "bfloat16", True, 132, (60, 72, 16)),
     ("layernorm", 3906, 128, "float32", "float32", True, 132, (68, 64, 32)),  # of one line
     ("rmsnorm", 10417, 96, "float32", "float32", True, 264, (168, 96, 32)),
@@ -2128,6 +2149,7 @@ def test_short_rows_with_small_gaps_share_copies(norm, columns, x_gap, dy_gap, r
         )
         outer = config.backward._column_sums_bytes(problem, defined(chosen, "COLUMNS_PER_THREAD")) * chosen.threads
         assert chosen.stages * step + outer <= chosen.shared_bytes, "the gaps have room"
+        assert chosen.stages * step + 4 * columns <= chosen.alone_shared_bytes, "and w on its way"
 
 
 @pytest.mark.parametrize(
@@ -2205,7 +2227,8 @@ def test_slow_memory_changes_no_sum_of_a_row(norm, name):
         if chosen[1].gang and chosen[0].cluster == 16:
             continue
         for other in chosen:
-            same = {"lead": 0, "paced_steps": 0, "stages": 0, "shared_bytes": 0, "threads": 0, "step_counters": 0}
+            same = dict.fromkeys(("lead", "paced_steps", "stages", "threads", "step_counters"), 0)
+            same |= {"shared_bytes": 0, "alone_shared_bytes": 0}
             paced = {"PACED=1"} if odd_way(other) else set()  # LayerNorm's odd rows, where memory is slow alone
             kept = [[text for text in one.definitions if text not in paced] for one in (other, chosen[0])]
             assert kept[0] == kept[1], (columns, aligned)

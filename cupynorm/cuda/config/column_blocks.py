@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ...problem import NormProblem
@@ -35,11 +36,13 @@ FEW_COLUMN_BLOCKS, FEW_COLUMN_BLOCKS_ROWS = 56, {False: (120, 100), True: (120, 
 # Longer rows gain beyond these, and by bytes alone where a block has one row a step (where memory is fast, with db,
 # only in clusters, of less than eight warps a block, and where rows that lie apart take FAST_APART_THREADS or less).
 # Where memory is fast, up to LONG_COLUMN_BLOCKS_BYTES, from LONG_COLUMNS on where a block has several rows, with 24
-# columns a thread where eight warps share one (50 MB, LayerNorm, 12288: 25.5 → 23.5 us). Where it is slow, by whether
-# db is summed and whether a block has one row, by columns a thread (an H100, 75 MB, LayerNorm, 12288: 39.5 → 36.8 us).
-# Column blocks must be many: with db, too few fall so far behind that they miss the L2 cache. The ..._ELSE are for
-# larger types, rows off 16 bytes and larger clusters.
-LONG_COLUMN_BLOCKS_BYTES, LONG_COLUMNS = 60 << 20, 4096
+# columns a thread where eight warps share one (50 MB, LayerNorm, 12288: 25.5 → 23.5 us); with 40 up to the last, with
+# db in clusters of four, of less than eight warps a block, without it in blocks of one row and clusters of two (70 MB,
+# 20480: LayerNorm 32.7 → 29.2, RMSNorm 29.3 → 27.4; but 32768, 32 columns, 78 MB, 31.4 → 39.4). Where it is slow, by
+# whether db is summed and whether a block has one row, by columns a thread (an H100, 75 MB, LayerNorm, 12288: 39.5 →
+# 36.8 us). Column blocks must be many: with db, too few fall so far behind that they miss the L2 cache. The ..._ELSE
+# are for larger types, rows off 16 bytes and larger clusters.
+LONG_COLUMN_BLOCKS_BYTES, LONG_COLUMNS, WIDE_COLUMN_BLOCKS_BYTES = 60 << 20, 4096, 86 << 20
 SLOW_COLUMN_BLOCKS_BYTES: dict[tuple[bool, bool], dict[int, int]] = {
     (False, True): {32: 105 << 20, 40: 105 << 20},  # where no lane is idle
     (True, False): {32: 78 << 20, 28: COLUMN_BLOCKS_BYTES, 40: COLUMN_BLOCKS_BYTES},
@@ -58,11 +61,11 @@ COLUMN_BLOCK_LARGE_ROW = 4 / 3  # what a row of a larger type counts: float32, 2
 SECTOR_BYTES = 32
 
 # Rows of a thread that column blocks sum in turn (kSummed of column_blocks.cuh). Up to so many bytes, with db, slices
-# that are no whole lines are as wide as a power of two of sectors if their threads have no fewer times as many rows
-# than the threads of such: these blocks are fewer (LayerNorm, 512x4096, with 43 and 32: 11.2, 11.0 us, 163x9216: 10.5,
-# 10.0; but slices of whole lines, 46x32768: 11.0, 11.8, and with three and four times as many rows, 448x4096: 10.3,
-# 10.5; an H100, 116x7168, with 45 and 28: 8.2, 8.4).
-COLUMN_BLOCK_BATCH, WIDER_SLICES_BYTES = 8, 13 << 20
+# that are no whole lines are as wide as a power of two of sectors if that is no more than so many times as wide, and
+# their threads have no fewer times as many rows than the threads of such: these blocks are fewer (LayerNorm, 512x4096,
+# with 43 and 32: 11.2, 11.0 us, 163x9216: 10.5, 10.0; but slices of whole lines, 46x32768: 11.0, 11.8, with three and
+# four times as many rows, 448x4096: 10.3, 10.5; wider by more, an H100, 116x7168, with 45 and 28: 8.2, 8.4).
+COLUMN_BLOCK_BATCH, WIDER_SLICES_BYTES, WIDER_SLICES_MOST = 8, 13 << 20, 4 / 3
 
 # At most so many column blocks, and as many times more as there may be blocks on a multiprocessor; without dx, in small
 # clusters, twice as many (LayerNorm, 814x5120: 17.8 → 14.4 us). On a small device fewer, so that at least so many
@@ -92,9 +95,9 @@ MOST_AIMED_OF_SEVERAL, NARROW_SLICE, BROKEN_LINES = 46, 1.3, 1.2
 SLOW_AIMED_24, SLOW_MANY_BYTES, SLOW_MOST_AIMED_40 = {False: 48, True: 64}, 28 << 20, 54
 SLOW_MOST_AIMED_OF_FOUR = {False: 52, True: 56}
 
-# Where memory is fast, at most so many, without db with 40 columns a thread and in clusters of four, with db with 28
-# (10240, 50 MB, with 54 and 40: 22.0, 21.2 us).
-FAST_MOST_AIMED_40, FAST_MOST_AIMED_OF_FOUR, FAST_MOST_AIMED_28 = 43, 36, 56
+# Where memory is fast, at most so many: with 40 columns a thread by whether db is summed, without it in clusters of
+# four, with it with 28 (10240, 50 MB, with 54 and 40: 22.0, 21.2 us).
+FAST_MOST_AIMED_40, FAST_MOST_AIMED_OF_FOUR, FAST_MOST_AIMED_28 = {False: 43, True: 54}, 36, 56
 
 # LayerNorm with 40 columns a thread, in one block, where memory is slow: 25 MB, 5120, with 54 blocks 19.5 us, with 80
 # 17.8; 12 MB, 2560, with 40 12.5, with 80 11.9.
@@ -104,7 +107,7 @@ SLOW_WIDE_COLUMN_BLOCKS, SLOW_WIDE_BYTES = 80, 9 << 20
 # a slice's rows, where a thread of narrow slices would have more rows than these, by the sectors that such are wide.
 # Slices are of a line where a multiprocessor has several blocks, else of two (an H100, 6 MB, 256: 11.3 → 9.3 us, 25 MB,
 # 1280: 20.0 → 17.9). A power of two of blocks mostly makes whole batches of a thread's rows. Limits are an H100's, from
-# a scan of 17 lengths and eight sizes; where memory is fast, inferred, but for 1032 to 1280 columns.
+# a scan of 17 lengths and eight sizes.
 SHARED_LEAST_ROWS = (10.9, 22, 50)
 SHARED_SHORT_COLUMNS, SHARED_MEDIUM_COLUMNS, SHARED_MOST_COLUMNS = 768, 1280, 3072
 
@@ -112,19 +115,28 @@ SHARED_SHORT_COLUMNS, SHARED_MEDIUM_COLUMNS, SHARED_MOST_COLUMNS = 768, 1280, 30
 SHARED_SHORT_BYTES = {False: (29 << 20, 32 << 20), True: (21 << 20, 27 << 20)}
 SHARED_SHORT_FEW_BYTES, SHARED_SHORTEST_COLUMNS = 9 << 19, 128
 SHARED_SHORT_BLOCKS, SHARED_SHORT_BLOCKS_MORE = {False: 48, True: 96}, 128
-SHARED_MEDIUM_BLOCKS = {False: 60, True: 64}  # the latter of 769 to 1024 columns
-SHARED_POWERS_BLOCKS, SLOW_SHARED_POWERS_BYTES = 80, 27 << 20
+
+# Where memory is fast, over so many bytes: at most so many, of a power of two for each slice; where such are fewer than
+# the next, about as many as the last, with db from so many bytes on, without it from more, where lanes are idle. There,
+# if at most such a part of the walkers' lanes is in use, column blocks up to so many bytes (LayerNorm, 25 MB, 448, by
+# 56 and 112: 17.3, 15.6 us, 640, by 80 and 100: 16.6, 15.6; 37 MB, 576, without and by 99: 20.4, 19.6).
+FAST_SHORT_POWERS_BYTES, FAST_SHORT_POWERS_BLOCKS = 10 << 20, 112
+FAST_SHORT_LEAST_BLOCKS, FAST_SHORT_BLOCKS = 90, 96
+FAST_SHORT_BYTES = {False: 23 << 20, True: 15 << 20}
+FAST_SHORT_USED, FAST_SHORT_IDLE_BYTES = {False: 0.95, True: 0.9}, {False: 34 << 20, True: 36 << 20}
+
+# Of 769 columns and more: a power of two of blocks, but without db up to so many bytes.
+SHARED_POWERS_BLOCKS, SLOW_SHARED_POWERS_BYTES, SHARED_MEDIUM_BLOCKS = 80, 27 << 20, 60
 SLOW_SHARED_LONG_BYTES, SLOW_SHARED_LONG_BLOCKS = {False: 27 << 20, True: 21 << 20}, {False: 56, True: 68}
 
-# Where memory is fast, a power of two of blocks from over so many columns on, with db, and without it up to so much
-# data; beyond it RMSNorm has slices of four lines (an H200, 1280: 12 MB, LayerNorm, 12.7 → 11.0 us, 25 MB, RMSNorm,
-# 15.3 → 14.8).
+# Where memory is fast, up to so many columns in any case, and of more up to so many bytes; beyond them RMSNorm has
+# slices of four lines (1280: 12 MB, LayerNorm, 12.7 → 11.0 us, 25 MB, RMSNorm, 15.3 → 14.8; 832, by 63 and by 56: 18
+# MB, 12.7 → 12.4, LayerNorm 13.4 → 12.8).
 FAST_SHARED_POWERS_COLUMNS, FAST_SHARED_POWERS_BYTES, FAST_SHARED_WIDE_BLOCKS = 1024, 20 << 20, 50
 
 # Where memory is fast, with db: slices of two lines, with 32 columns a thread from so much data on, with 40 in any
-# case, and of four lines where such fill all lanes of four warps (37 MB, LayerNorm, 2560: 24.3 → 20.2 us, 5120: 24.2 →
-# 20.5; but 4608, which has idle lanes: 21.0 → 22.7).
-FAST_SHARED_LONG_BYTES, FAST_SHARED_LONGEST, FAST_SHARED_LONG_BLOCKS = 20 << 20, 5120, 54
+# case (37 MB, LayerNorm, 2560: 24.3 → 20.2 us).
+FAST_SHARED_LONG_BYTES, FAST_SHARED_LONG_BLOCKS = 20 << 20, 54
 LINE_BYTES = 128
 
 # Float32 (_is_float32), in place of the limits above: up to so many bytes, without and with db; of rows of a warp or
@@ -285,6 +297,9 @@ def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) ->
     if problem.columns <= SHARED_MEDIUM_COLUMNS or not problem.want_dx:
         return COLUMN_BLOCKS_BYTES
     if not slow:
+        narrow_of_four = config.slabs == 4 and config.threads < STAGED_MAX_THREADS
+        if config.per_thread == 40 and (narrow_of_four if sums_db else alone and config.slabs <= 2):
+            return WIDE_COLUMN_BLOCKS_BYTES
         many = config.per_thread > 24 or config.group_threads == STAGED_MAX_THREADS
         long = many and (alone or problem.columns >= LONG_COLUMNS)
         return LONG_COLUMN_BLOCKS_BYTES if long else COLUMN_BLOCKS_BYTES
@@ -307,8 +322,7 @@ def _shared_column_blocks(
         return None
     least_rows = SHARED_LEAST_ROWS[min(narrow.sectors, 3) - 1] * STAGED_MAX_THREADS / config.threads
     fast_wide = not slow and sums_db and config.per_thread == 40 and not float32
-    is_longest = fast_wide and columns == FAST_SHARED_LONGEST
-    if config.slabs > 1 or narrow.rows <= least_rows or not (columns <= SHARED_MOST_COLUMNS or is_longest):
+    if config.slabs > 1 or narrow.rows <= least_rows or columns > SHARED_MOST_COLUMNS:
         return None
     scale = device.multiprocessors / 132 * most / COLUMN_BLOCKS
 
@@ -332,6 +346,8 @@ def _shared_column_blocks(
         single = not rest and row_lines in FLOAT32_SINGLE_LINES and blocks % row_lines == 0
         return of(4 if wide else 1 if single else 2, blocks)
     if several:
+        if not slow and data > FAST_SHORT_POWERS_BYTES:
+            return _fast_short(config, problem, of)
         most_bytes, most_with_db = SHARED_SHORT_BYTES[slow]
         if data <= most_bytes:
             return of(1, SHARED_SHORT_BLOCKS[data > SHARED_SHORT_FEW_BYTES], powers=True)
@@ -340,20 +356,34 @@ def _shared_column_blocks(
     if columns <= SHARED_SHORT_COLUMNS:
         return None
     if columns <= SHARED_MEDIUM_COLUMNS:
-        if not slow and columns <= FAST_SHARED_POWERS_COLUMNS:
-            return of(2, SHARED_MEDIUM_BLOCKS[sums_db])
-        if sums_db or data <= (SLOW_SHARED_POWERS_BYTES if slow else FAST_SHARED_POWERS_BYTES):
+        least_fast = not slow and columns <= FAST_SHARED_POWERS_COLUMNS
+        if least_fast or sums_db or data <= (SLOW_SHARED_POWERS_BYTES if slow else FAST_SHARED_POWERS_BYTES):
             return of(2, SHARED_POWERS_BLOCKS, powers=True)
         wide = not slow and problem.norm == "rmsnorm"
-        return of(4, FAST_SHARED_WIDE_BLOCKS) if wide else of(2, SHARED_MEDIUM_BLOCKS[sums_db])
+        return of(4, FAST_SHARED_WIDE_BLOCKS) if wide else of(2, SHARED_MEDIUM_BLOCKS)
     if not slow:
         long = sums_db and config.per_thread == 32 and data > FAST_SHARED_LONG_BYTES
-        return of(4 if is_longest else 2, FAST_SHARED_LONG_BLOCKS) if fast_wide or long else None
+        return of(2, FAST_SHARED_LONG_BLOCKS) if fast_wide or long else None
     if data <= SLOW_SHARED_LONG_BYTES[sums_db]:
         return None
     blocks = SLOW_SHARED_LONG_BLOCKS[sums_db]
     found = [shared for lines in (2, 4)[: 1 if sums_db else 2] if (shared := of(lines, blocks))]
     return min(found, key=lambda shared: max(shared.blocks / blocks, blocks / shared.blocks), default=None)
+
+
+def _fast_short(
+    config: BackwardConfig, problem: NormProblem, of: Callable[[int, float, bool], _ColumnBlocks | None]
+) -> _ColumnBlocks | None:
+    """Of short rows, where memory is fast. `of` makes slices of so many lines by about so many blocks."""
+    sums_db, data = kernels_sum_db(problem), data_bytes(problem)
+    idle = config.slab_columns <= FAST_SHORT_USED[sums_db] * config.per_thread * config.group_threads
+    most = SHARED_SHORT_BYTES[False][sums_db and problem.columns > SHARED_SHORTEST_COLUMNS]
+    if data > max(most, FAST_SHORT_IDLE_BYTES[sums_db] if idle else 0):
+        return None
+    found = of(1, FAST_SHORT_POWERS_BLOCKS, True)
+    few = found is None or found.blocks < FAST_SHORT_LEAST_BLOCKS
+    several = (idle or sums_db) and data > FAST_SHORT_BYTES[sums_db] and problem.columns >= SHARED_SHORTEST_COLUMNS
+    return of(1, FAST_SHORT_BLOCKS, False) if few and several else found
 
 
 def _power_of_two_at_most(number: float) -> int:
@@ -372,8 +402,10 @@ def _aimed_column_blocks(config: BackwardConfig, problem: NormProblem, together:
         most = SLOW_MOST_AIMED_40 if config.per_thread == 40 else most
     elif slow and config.per_thread == 40 and together == 1 and data > SLOW_WIDE_BYTES:
         least = most = SLOW_WIDE_COLUMN_BLOCKS
+    elif not slow and config.per_thread == 40:
+        most = FAST_MOST_AIMED_40[sums_db]
     elif not slow and not sums_db:
-        most = FAST_MOST_AIMED_40 if config.per_thread == 40 else FAST_MOST_AIMED_OF_FOUR if config.slabs == 4 else most
+        most = FAST_MOST_AIMED_OF_FOUR if config.slabs == 4 else most
     elif not slow and config.per_thread == 28:
         most = FAST_MOST_AIMED_28
     most = min(most, MOST_AIMED_OF_SEVERAL) if together > 1 else most
@@ -411,7 +443,7 @@ def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, aim:
 
         column_threads = min([column_threads, *fit], key=away)
         wider = _power_of_two_at_most(2 * column_threads)
-        small = data_bytes(problem) <= WIDER_SLICES_BYTES
+        small = data_bytes(problem) <= WIDER_SLICES_BYTES and wider <= WIDER_SLICES_MOST * column_threads
         if sums_db and small and broken_lines(column_threads) and batches(wider) == batches(column_threads):
             column_threads = wider
     blocks, of_a_block = min(slices(column_threads), most), divide_up(slices(column_threads), most)
