@@ -364,11 +364,12 @@ def test_slices_of_any_width(
 ) -> None:
     """dw and db by column blocks whose threads side by side are a power of two, or not; by several for a slice."""
     without_kernels_for_few_rows(monkeypatch)
+    most = dict.fromkeys((False, True), column_blocks)
     aim = dict.fromkeys((False, True), dict.fromkeys((False, True), (column_blocks, 0, column_blocks)))
     monkeypatch.setattr("cupynorm.cuda.config.column_blocks.AIMED_COLUMN_BLOCKS", aim)
     monkeypatch.setattr("cupynorm.cuda.config.column_blocks.BROKEN_LINES", 1)
     monkeypatch.setattr("cupynorm.cuda.config.column_blocks.WIDER_SLICES_BYTES", 0)
-    monkeypatch.setattr("cupynorm.cuda.config.column_blocks.FAST_MOST_AIMED_40", column_blocks)
+    monkeypatch.setattr("cupynorm.cuda.config.column_blocks.FAST_MOST_AIMED_40", most)
     case = case_of(norm, rows, columns)
     tensors = make_case(np, case)
     results = backward(norm, on_device(device, tensors), has_bias=case.has_bias)
