@@ -67,7 +67,7 @@ COPIES = (
     ("now.row = statistics.of(a, first_row, walk.step, j);", "now.row.rstd = 1;"),
     ("    statistics.load_next(a, first_row, walk.step, 0);\n", ""),
     (
-        "    const ColumnsAhead w_ahead(state, block, a.w, a.w_code, shared, ColumnSums::shared_bytes(blockDim.x));\n",
+        "    const ColumnsAhead w_ahead(state, block, a.w, a.w_code, shared, ahead_bytes);\n",
         "",
     ),
     ("    w_ahead.wait();\n    w.load(w_ahead.source, a.w_code, own);\n", ""),

@@ -7,9 +7,10 @@
 // work.
 //
 // In registers: this thread's w, dw and db. In shared memory: the ring, the second level of dw and db (ColumnSums of
-// backward.cuh), four slots of sums per group. To memory: x, dy and dx once; one partial row of dw and db for each block, cluster
-// or gang, which the blocks together add up in the end (reduction.cuh). Orders of sums: a row over a thread's columns, over its
-// lanes by a butterfly, over its warps and blocks likewise; a column over 16 rows, over these in turn, over the block's groups.
+// backward.cuh; before that, and with DX_ALONE, w on its way), four slots of sums per group. To memory: x, dy and dx once; one
+// partial row of dw and db for each block, cluster or gang, which the blocks together add up in the end (reduction.cuh). Orders of
+// sums: a row over a thread's columns, over its lanes by a butterfly, over its warps and blocks likewise; a column over 16 rows,
+// over these in turn, over the block's groups.
 //
 // With DX_ALONE walkers write dx alone: for calls that want no more, or because, where there is little data, the last blocks of
 // the grid sum dw and db (column_blocks.cuh), and read x and dy once more. Few rows have a kernel of their own
@@ -170,7 +171,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
 
     const BlockColumns block(a, kGang ? row_blocks / unsigned(a.partial_rows) : kCluster);
     // The ring lies behind the column sums' second level; where walkers have none, behind w on its way. What shared memory leaves
-    // is the L1 cache, through which column blocks read (LayerNorm, N=4864, 50 MB, 31.9 us with 199 KB, 23.4 with 136).
+    // is the L1 cache, through which column blocks read (LayerNorm, N=4864, 50 MB, 31.9 us beside 199 KB, 23.4 beside 136).
     const int ahead_bytes =
         kSumsColumns ? ColumnSums::shared_bytes(blockDim.x) : (a.slab_columns * int(sizeof(Compute)) + 127) / 128 * 128;
     const ColumnsAhead w_ahead(state, block, a.w, a.w_code, shared, ahead_bytes);

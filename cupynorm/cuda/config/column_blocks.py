@@ -116,10 +116,11 @@ SHARED_SHORT_BYTES = {False: (29 << 20, 32 << 20), True: (21 << 20, 27 << 20)}
 SHARED_SHORT_FEW_BYTES, SHARED_SHORTEST_COLUMNS = 9 << 19, 128
 SHARED_SHORT_BLOCKS, SHARED_SHORT_BLOCKS_MORE = {False: 48, True: 96}, 128
 
-# Where memory is fast, over so many bytes: at most so many, of a power of two for each slice; where such are fewer than
-# the next, about as many as the last, with db from so many bytes on, without it from more, where lanes are idle. There,
-# if at most such a part of the walkers' lanes is in use, column blocks up to so many bytes (LayerNorm, 25 MB, 448, by
-# 56 and 112: 17.3, 15.6 us, 640, by 80 and 100: 16.6, 15.6; 37 MB, 576, without and by 99: 20.4, 19.6).
+# Where memory is fast, over FAST_SHORT_POWERS_BYTES: at most FAST_SHORT_POWERS_BLOCKS, a power of two for each slice
+# (LayerNorm, 25 MB, 448, by 56 and 112: 17.3, 15.6 us). Where these are under FAST_SHORT_LEAST_BLOCKS, about
+# FAST_SHORT_BLOCKS, if there are over FAST_SHORT_BYTES, without db in rows that leave lanes idle alone (640, by 80 and
+# 100: 16.6, 15.6). Rows that use at most FAST_SHORT_USED of the walkers' lanes have column blocks up to
+# FAST_SHORT_IDLE_BYTES (37 MB, 576, without and by 99: 20.4, 19.6).
 FAST_SHORT_POWERS_BYTES, FAST_SHORT_POWERS_BLOCKS = 10 << 20, 112
 FAST_SHORT_LEAST_BLOCKS, FAST_SHORT_BLOCKS = 90, 96
 FAST_SHORT_BYTES = {False: 23 << 20, True: 15 << 20}
