@@ -138,6 +138,7 @@ def test_backward_configs_hold_their_rows(device, x, dy, alignment, norm, rows):
             assert chosen.groups == 1 or chosen.slabs == 1, at
             blocks = device.shared_bytes // (chosen.alone_shared_bytes + config.backward.STATIC_SHARED_BYTES)
             assert blocks == blocks_at_once(chosen, device), f"of both kinds as many on a multiprocessor: {at}"
+            assert chosen.alone_shared_bytes <= chosen.shared_bytes, at
             assert chosen.slabs == chosen.cluster or (chosen.gang and chosen.cluster == 1), at
             team = team_threads(vector, per_thread * config.common.compute_itemsize(x))
             whole_teams = chosen.threads < team or chosen.threads % team == 0
@@ -1074,6 +1075,16 @@ def test_column_blocks_of_an_h200(norm, rows, columns, x, dy, aligned, at_once, 
     problem = backward(columns, x, dy, rows=rows, norm=norm)
     chosen = config.backward_config(problem, 16 if aligned else 2, DEVICES["sm_90"])
     assert shape_of(chosen, config.grid(chosen, problem, at_once, DEVICES["sm_90"])) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "column_threads"),
+    [("sm_90", 512, 4096, 16), ("sm_90", 163, 9216, 16), ("sm_90_slow", 116, 7168, 20)],
+)
+def test_slices_are_widened_by_a_third_at_most(name, rows, columns, column_threads):
+    problem, device = backward(columns, "bfloat16", "bfloat16", rows=rows, norm="layernorm"), DEVICES[name]
+    chosen = config.backward_config(problem, 16, device)
+    assert config.grid(chosen, problem, 132, device).column_threads == column_threads
 
 
 @pytest.mark.parametrize(
