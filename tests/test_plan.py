@@ -469,7 +469,7 @@ def test_column_blocks_that_share_rows_have_counters_and_room_for_their_sums(dev
 
 
 def test_what_column_blocks_read_again_stays_in_the_cache(device: FakeDevice) -> None:
-    for rows, column_blocks, read_once in ((3400, 64, 0), (7000, 0, 1), (9000, 0, 0)):
+    for rows, column_blocks, read_once in ((3400, 96, 0), (7000, 0, 1), (9000, 0, 0)):
         backward("layernorm", call_of(device, "layernorm", rows=rows))
         arguments = device.launched[-1].named()
         assert (arguments.read_once, arguments.column_blocks) == (read_once, column_blocks), rows
