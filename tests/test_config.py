@@ -2238,8 +2238,8 @@ def test_slow_memory_changes_no_sum_of_a_row(norm, name):
         if chosen[1].gang and chosen[0].cluster == 16:
             continue
         for other in chosen:
-            same = dict.fromkeys(("lead", "paced_steps", "stages", "threads", "step_counters"), 0)
-            same |= {"shared_bytes": 0, "alone_shared_bytes": 0}
+            numbers = "lead", "paced_steps", "stages", "shared_bytes", "alone_shared_bytes", "threads", "step_counters"
+            same = dict.fromkeys(numbers, 0)
             paced = {"PACED=1"} if odd_way(other) else set()  # LayerNorm's odd rows, where memory is slow alone
             kept = [[text for text in one.definitions if text not in paced] for one in (other, chosen[0])]
             assert kept[0] == kept[1], (columns, aligned)
