@@ -115,29 +115,53 @@ struct LongSum {
     }
 };
 
-// Calls use(column, values) for every vector of a row that this thread owns.
-template <class Use> __device__ void for_each_vector(const ForwardArguments& a, int64 row, Use use) {
-    for (int column = threadIdx.x * kVector; column < a.columns; column += blockDim.x * kVector) {
-        Vector packed;
-        Compute values[kVector];
-        packed.load(a.x + row * a.x_row_stride + column);
-        packed.unpack(values);
-        use(column, values);
+// Of a swept row a thread waits for so many vectors together, one by one each would take memory's latency: for fewer where w and b
+// take registers, too.
+constexpr int kSweptThreads = 1024;
+constexpr int kSwept = kVector > 1 ? 4 : 32 / int(sizeof(Compute)), kSweptLast = kSwept / 4;
+
+// A thread's vectors of a row, kCount at a time, a block's threads side by side.
+template <int kCount> struct SweptColumns {
+    int first, step, columns;
+
+    __device__ int at(int k) const { return first + k * step; }
+    __device__ bool holds(int k) const { return at(k) < columns; }
+    __device__ void advance() { first += kCount * step; }
+};
+
+// Calls use(own, vectors) for kCount of a thread's vectors at a time.
+template <int kCount, bool kStreaming, class Use> __device__ void sweep(const X* row, int columns, Use use) {
+#pragma unroll 1
+    for (SweptColumns<kCount> own = {int(threadIdx.x) * kVector, int(blockDim.x) * kVector, columns}; own.holds(0); own.advance()) {
+        Vector vectors[kCount] = {};
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) {
+            if (!own.holds(k)) continue;
+            if constexpr (kStreaming) vectors[k].load_streaming(row + own.at(k));
+            else vectors[k].load(row + own.at(k));
+        }
+        use(own, vectors);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_swept(const ForwardArguments a) {
-    __shared__ GroupSum<Compute, kMaxThreads / 32> group_sum;
+extern "C" __global__ void __launch_bounds__(kSweptThreads, 1) forward_swept(const ForwardArguments a) {
+    __shared__ GroupSum<Compute, kSweptThreads / 32> group_sum;
     int buffer = 0;
     for (int64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
+        const X* const x_row = a.x + row * a.x_row_stride;
         Compute mean = Compute(0);
         if constexpr (kLayerNorm) {
             LongSum total;
-            for_each_vector(a, row, [&](int, Compute (&x)[kVector]) {
-                Compute vector_sum = Compute(0);
+            sweep<kSwept, false>(x_row, a.columns, [&](const auto&, const Vector (&vectors)[kSwept]) {
+                Compute sum = Compute(0);
 #pragma unroll
-                for (int v = 0; v < kVector; ++v) vector_sum += x[v];
-                total.add(vector_sum);
+                for (int k = 0; k < kSwept; ++k) {  // 0 where there is none
+                    Compute x[kVector];
+                    vectors[k].unpack(x);
+#pragma unroll
+                    for (int v = 0; v < kVector; ++v) sum += x[v];
+                }
+                total.add(sum);
             });
             Sums<Compute> sums = {total.sum, Compute(0)};
             group_sum.all<false>(sums, blockDim.x, buffer);
@@ -145,16 +169,22 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_swept(const
         }
         // What the first mean lost to rounding is found in the sum of the centred values, and put right in both.
         LongSum squares, rest;
-        for_each_vector(a, row, [&](int, Compute (&x)[kVector]) {
-            Compute vector_squares = Compute(0), vector_rest = Compute(0);
+        sweep<kSwept, false>(x_row, a.columns, [&](const auto& own, const Vector (&vectors)[kSwept]) {
+            Compute own_squares = Compute(0), own_rest = Compute(0);
 #pragma unroll
-            for (int v = 0; v < kVector; ++v) {
-                const Compute centred = x[v] - mean;
-                vector_squares += centred * centred;
-                vector_rest += centred;
+            for (int k = 0; k < kSwept; ++k) {
+                if (!own.holds(k)) continue;
+                Compute x[kVector];
+                vectors[k].unpack(x);
+#pragma unroll
+                for (int v = 0; v < kVector; ++v) {
+                    const Compute centred = x[v] - mean;
+                    own_squares += centred * centred;
+                    own_rest += centred;
+                }
             }
-            squares.add(vector_squares);
-            if constexpr (kLayerNorm) rest.add(vector_rest);
+            squares.add(own_squares);
+            if constexpr (kLayerNorm) rest.add(own_rest);
         });
         Sums<Compute> sums = {squares.sum, rest.sum};
         group_sum.all<kLayerNorm>(sums, blockDim.x, buffer);
@@ -166,17 +196,24 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_swept(const
             if (variance < Compute(0)) variance = Compute(0);  // a NaN stays
         }
         const Compute rstd = RootOfMean(a.eps).reciprocal(variance);
-        for_each_vector(a, row, [&](int column, Compute (&x)[kVector]) {
-            Compute w[1][kVector], b[1][kVector];
+        sweep<kSweptLast, true>(x_row, a.columns, [&](const auto& own, const Vector (&vectors)[kSweptLast]) {
+            const auto column_of = [&](int k) { return own.holds(k) ? own.at(k) : -1; };
+            Compute w[kSweptLast][kVector], b[kSweptLast][kVector];
             fill_columns(w, Compute(1));
             fill_columns(b, Compute(0));
-            load_columns(w, a.w, a.w_code, [&](int) { return column; });
-            load_columns(b, a.b, a.b_code, [&](int) { return column; });
+            load_columns(w, a.w, a.w_code, column_of);
+            load_columns(b, a.b, a.b_code, column_of);
 #pragma unroll
-            for (int v = 0; v < kVector; ++v) x[v] = (x[v] - mean) * rstd * w[0][v] + b[0][v];
-            Vector packed;
-            packed.pack(x);
-            packed.store_streaming(a.y + row * a.y_row_stride + column);
+            for (int k = 0; k < kSweptLast; ++k) {
+                if (!own.holds(k)) continue;
+                Compute y[kVector];
+                vectors[k].unpack(y);
+#pragma unroll
+                for (int v = 0; v < kVector; ++v) y[v] = (y[v] - mean) * rstd * w[k][v] + b[k][v];
+                Vector packed;
+                packed.pack(y);
+                packed.store_streaming(a.y + row * a.y_row_stride + own.at(k));
+            }
         });
         if (threadIdx.x == 0) {
             a.rstd[row] = rstd;

@@ -276,7 +276,6 @@ def test_short_rows_off_16_bytes_in_the_forward_pass(name, columns, per_thread, 
         *((columns, 36, 128, 1) for columns in (4089, 4095)),  # four warps of 1024 have no room where a row is shifted
         (6001, 24, 256, 1),
         (8191, 36, 256, 1),
-        (12289, 28, 256, 2),
         (16385, 36, 256, 2),
         (65537, 36, 256, 8),
     ],
@@ -293,6 +292,32 @@ def test_rows_off_16_bytes_fill_the_lanes_of_their_warps(columns, per_thread, gr
             assert found == (per_thread, group, cluster), (norm, chosen)
     other = config.backward_config(backward(columns, "bfloat16", "bfloat16"), 2, DEVICES["sm_120"])
     assert defined(other, "COLUMNS_PER_THREAD") == 16
+
+
+@pytest.mark.parametrize(
+    ("norm", "columns", "per_thread", "group", "cluster"),
+    [
+        *(("layernorm", columns, 28, 128, 2) for columns in (6145, 6212, 7160)),
+        *(("layernorm", columns, 32, 128, 2) for columns in (7200, 8001)),
+        ("layernorm", 12289, 28, 128, 4),
+        ("layernorm", 30001, 32, 128, 8),
+        ("layernorm", 57001, 28, 128, 16),
+        ("layernorm", 98305, 28, 256, 16),  # more than clusters of sixteen there are not
+        ("rmsnorm", 6209, 28, 128, 2),
+        ("rmsnorm", 8001, 32, 256, 1),
+        ("rmsnorm", 15001, 32, 128, 4),
+        ("rmsnorm", 60001, 32, 128, 16),
+    ],
+)
+def test_forward_off_16_bytes_more_blocks_of_four_warps(norm, columns, per_thread, group, cluster):
+    problem = forward_of(backward(columns, "bfloat16", "bfloat16", norm=norm))
+    alignment = 2 if columns % 2 else 8
+    chosen = config.forward_config(problem, alignment, DEVICES["sm_90"])
+    assert (defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads, chosen.cluster) == (per_thread, group, cluster)
+    newer = config.forward_config(problem, alignment, DEVICES["sm_100"])
+    assert newer.group_threads == 256
+    single = config.forward_config(forward_of(backward(columns, "float32", "float32", norm=norm)), 4, DEVICES["sm_90"])
+    assert single.group_threads == 256
 
 
 @pytest.mark.parametrize(
@@ -462,14 +487,13 @@ def columns_of_warps(columns: int, warps: int) -> list[int]:
 def test_odd_rows_come_in_pairs(name, which):
     """All of a thread's pairs are columns but in the first and the last two or three: what the kernels take for
     granted. And a row is split alike however its company lies, so that it has the same bits."""
-    device = DEVICES[which]
+    device, full_warps = DEVICES[which], (512, 640, 768, 896, 1024, 1152, 1280)
     ends = {n + m for n in (33, 48, 64, 96, 128, 160, 192, 256, 320, *range(384, 1300, 128)) for m in (-1, 0, 1)}
-    ends |= {warps * n * 32 + m for warps in (2, 4, 8, 16, 32) for n in range(20, 44, 4) for m in (-9, -2, -1, 0, 1, 9)}
-    lengths = {n for n in ends if n < 42000} | {*range(1, 1300, 31), *range(1300, 42000, 2003)}
+    warps_of_row = (2, 4, 8, 16, 32, 64, 128)
+    ends |= {warps * n * 32 + m for warps in warps_of_row for n in range(20, 44, 4) for m in (-9, -2, -1, 0, 1, 9)}
+    lengths = ends | {*range(1, 1300, 31), *range(1300, 42000, 2003), *range(42001, 170000, 8005)}
     for columns, norm in product(sorted(lengths), ("rmsnorm", "layernorm")):
         dense = backward(columns, name, name, norm=norm, rows=1 << 16)
-        most = 32 * (32 * 40 - 2)
-        pairs = 33 <= (columns | 1) <= most + 1 and columns not in (512, 640, 768, 896, 1024, 1152, 1280)
         splits = set[tuple[int, ...]]()
         for gap, odd in product((0, 1, 2, 9 * columns), config.common.ODD):
             problem = replace(dense, x_row_stride=columns + gap, dy_row_stride=columns + gap)
@@ -479,7 +503,8 @@ def test_odd_rows_come_in_pairs(name, which):
             ):
                 of_backward = isinstance(chosen, config.BackwardConfig)
                 direct = chosen.route == "direct" if of_backward else chosen.kernel == "forward_direct"
-                way = odd_way(chosen)
+                way, most_warps = odd_way(chosen), 32 if of_backward else 128
+                pairs = 33 <= (columns | 1) <= most_warps * (32 * 40 - 2) + 1 and columns not in full_warps
                 assert (way > 0) == pairs, (columns, gap, odd)
                 if not pairs:
                     continue
@@ -500,7 +525,7 @@ def test_odd_rows_come_in_pairs(name, which):
                     ring_bytes = chosen.stages * row_bytes + slack
                     assert chosen.shared_bytes >= ring_bytes
                     assert not of_backward or chosen.alone_shared_bytes >= ring_bytes + slab * 4
-        assert len(splits) == 2 * pairs, columns
+        assert len({split[0] for split in splits}) == len(splits), columns
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 2, 7, 131, 132])
@@ -549,14 +574,20 @@ def test_rows_of_one_warp_off_16_bytes_have_more_warps_where_memory_is_fast(norm
         ("rmsnorm", 9001, "float16", (4, 3)),
         ("rmsnorm", 33001, "bfloat16", (4, 3)),
         ("rmsnorm", 4095, "bfloat16", (3, 3)),
-        ("rmsnorm", 10001, "bfloat16", (3, 3)),  # 40 columns a thread
-        ("rmsnorm", 65537, "bfloat16", (3, 3)),  # in clusters of eight
+        ("rmsnorm", 10001, "bfloat16", (4, 3)),
+        *(("rmsnorm", columns, "bfloat16", (4, 3)) for columns in (892, 3556, 7105, 28420)),  # lengths before have four
+        *(("rmsnorm", columns, "bfloat16", (4, 4)) for columns in (7000, 28001)),
+        ("rmsnorm", 1401, "bfloat16", (3, 3)),  # 24 columns a thread
+        ("rmsnorm", 65537, "bfloat16", (4, 3)),
+        ("rmsnorm", 130052, "bfloat16", (4, 3)),
         ("rmsnorm", 8191, "float32", (3, 3)),
         ("layernorm", 1001, "bfloat16", (4, 3)),
         ("layernorm", 4095, "bfloat16", (4, 3)),
         ("layernorm", 16385, "bfloat16", (4, 3)),
         ("layernorm", 3001, "bfloat16", (3, 3)),  # 24
-        ("layernorm", 65537, "bfloat16", (3, 3)),
+        ("layernorm", 701, "bfloat16", (3, 3)),
+        ("layernorm", 7105, "float16", (4, 3)),
+        ("layernorm", 65537, "bfloat16", (4, 3)),
     ],
 )
 def test_a_stage_more_off_16_bytes_where_memory_is_fast(norm, columns, name, stages):
@@ -1545,10 +1576,11 @@ def test_forward_configs_hold_their_rows(device, x, alignment):
             assert chosen.groups == 1 or gap == 0 or short or not vector, at
             assert 2 <= chosen.stages <= config.common.STAGED_MOST_STAGES, at
             assert chosen.shared_bytes + config.backward.STATIC_SHARED_BYTES <= device.shared_bytes, at
+        elif chosen.kernel == "forward_swept":
+            assert chosen.threads == (1024 if columns >= 65536 else 512), at
         else:
             assert chosen.threads <= config.forward.forward_max_threads(vector), at
-            if chosen.kernel == "forward_direct":
-                assert columns <= chosen.group_threads * per_thread, at
+            assert columns <= chosen.group_threads * per_thread, at
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])

@@ -218,6 +218,7 @@ def test_rows_off_16_bytes_that_fill_the_lanes(norm: str, x: str, rows: int, col
         *((90000, 100), (1000, 132), (60001, 150), (40000, 178), (50000, 180), (40000, 300), (333, 300), (20000, 500)),
         *((50000, 516), (30000, 700), (20000, 1002), (1000, 1004), (20000, 1004), (20000, 1500), (4000, 2052)),
         *((240, 4100), (8000, 4098), (7000, 4100), (3000, 8196), (2000, 12292), (1000, 20004), (300, 65540)),
+        *((3000, 6212), (3000, 7108), (800, 28420), (700, 30004), (300, 49156), (180, 130052)),
         *((100, 131076), (50, 262148)),
     ],
 )
@@ -257,6 +258,9 @@ def test_rows_off_16_bytes_in_accesses_of_several_elements(norm: str, x: str, ro
         # Of several warps, and of clusters.
         *((1, 2047), (2, 2047), (700, 2047), (9001, 2047), (12001, 1301), (4001, 4095), (5000, 5001), (2001, 8191)),
         *((3, 12289), (301, 12289), (1501, 12289), (1200, 16385), (700, 20001), (600, 32001), (401, 40895)),
+        # Forward in blocks of four warps, or in clusters of eight and sixteen; backward with a stage more.
+        *((3, 6209), (4001, 6209), (4001, 7105), (1501, 15001), (900, 28417), (700, 30001), (250, 49153), (3, 57001)),
+        *((300, 65537), (101, 98305), (2, 131073), (131, 131073), (99, 163809)),
     ],
 )
 def test_odd_rows(norm: str, x: str, rows: int, columns: int) -> None:
@@ -273,7 +277,7 @@ def test_odd_rows(norm: str, x: str, rows: int, columns: int) -> None:
         *((30000, 640, 8, 8), (20000, 1024, 8, 8), (9000, 2048, 8, 8), (5000, 4096, 8, 8)),  # up to eight blocks
         *((60000, 512, 64, 64), (60001, 512, 128, 0), (90000, 384, 8, 24), (100001, 256, 0, 64), (200000, 64, 8, 8)),
         *((60000, 512, 1, 1), (60001, 400, 0, 300), (90001, 300, 7, 1), (200000, 129, 1, 0), (300001, 24, 1, 1)),
-        *((40001, 640, 1, 1), (20001, 1024, 1, 3), (30000, 700, 13, 0), (9001, 2047, 1, 50)),
+        *((40001, 640, 1, 1), (20001, 1024, 1, 3), (30000, 700, 13, 0), (9001, 2047, 1, 50), (300, 65536, 1, 1)),
         *((60001, 300, 4, 4), (60001, 300, 2, 6), (40001, 300, 600, 4), (20001, 1000, 4, 12), (8001, 4096, 2, 2)),
     ],
 )
@@ -289,6 +293,22 @@ def test_rows_with_gaps(norm: str, rows: int, columns: int, x_gap: int, dy_gap: 
     check_backward(case, tensors, first)
     assert_same_bits(second, first)
     check_forward(case, tensors, forward(norm, apart))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("x", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(1, 163841), (150, 163841), (2, 262150), (150, 300000), (3, 524289), (140, 66000), (5, 1100000)],
+)
+def test_rows_that_no_cluster_holds(norm: str, x: str, rows: int, columns: int) -> None:
+    """Forward, swept over by one block of 1024 threads, in vectors and by single elements; 16-bit types' and float32's
+    shorter ones are still held."""
+    cupy = pytest.importorskip("cupy")
+    case = Case(norm, rows, columns, x, "float32", x, seed=rows)
+    tensors = make_case(cupy, case)
+    check_forward(case, tensors, forward(norm, tensors, eps=DEFAULT_EPS[norm]))
 
 
 def best_reference_forward(case: Case, tensors: Tensors, eps: float) -> Any:

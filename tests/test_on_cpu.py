@@ -684,6 +684,7 @@ def test_a_nan_stays_in_its_row(
         (50, 128, ("backward_direct", "forward_direct")),
         (40, 1000, ("backward_direct", "forward_direct")),
         (5, 9000, ("backward_split", "forward_swept")),
+        (2, 65539, ("backward_split", "forward_swept")),  # by twice as many threads
     ],
 )
 def test_without_the_features_of_newer_devices(

@@ -270,6 +270,7 @@ STARTS = (
         *itertools.product((1, 61, 9000), (33, 45, 65, 129, 161, 257, 300, 321, 511, 514, 641, 801, 1001, 1100, 1279)),
         *itertools.product((1, 61, 4001), (1301, 2047, 2048, 8191, 12289)),
         *itertools.product((2, 700), (9000, 24577, 40895)),
+        *itertools.product((2, 170), (6209, 15001, 30001, 49152, 57001, 65537, 131073)),  # forward, in larger clusters
     ],
 )
 def test_an_odd_row_has_the_same_bits_wherever_it_starts(norm: str, dtype: str, rows: int, columns: int) -> None:
@@ -379,7 +380,7 @@ def test_nan_and_inf_stay_where_they_belong(xp: Any, case: Case, value: float) -
             assert not bool(xp.isfinite(result[reached].astype(np.float64)).any()), f"{where}: it got lost"
 
 
-@pytest.mark.parametrize("columns", [1001, 20000])  # rows in registers, rows swept over several times
+@pytest.mark.parametrize("columns", [1001, 20000, 300000])  # rows in registers, and (on some devices) swept over
 @pytest.mark.parametrize("norm", NORMS)
 def test_forward_keeps_rows_apart(xp: Any, norm: str, columns: int) -> None:
     clean = make_tensors(xp, norm, (33, columns), "float32")
@@ -391,7 +392,7 @@ def test_forward_keeps_rows_apart(xp: Any, norm: str, columns: int) -> None:
         assert bool(is_nan(result[17]).all())
 
 
-@pytest.mark.parametrize("columns", [1001, 20000])
+@pytest.mark.parametrize("columns", [1001, 20000, 300000])
 def test_an_infinite_element_makes_rstd_zero(xp: Any, columns: int) -> None:
     """1/sqrt(inf): in the middle of a row, where more terms follow it in every thread's sum."""
     clean = make_tensors(xp, "rmsnorm", (3, columns), "float32")

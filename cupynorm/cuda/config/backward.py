@@ -246,7 +246,7 @@ def _column_sums_bytes(problem: NormProblem, per_thread: int) -> int:
 
 def _ahead_bytes(x: str, slab: int) -> int:
     """Shared memory for a block's columns of w on their way: ahead_bytes of backward_staged.cu."""
-    return divide_up(slab * compute_itemsize(x), 128) * 128
+    return part_bytes(compute_name(x), True, slab)
 
 
 def _staged(
@@ -623,14 +623,17 @@ def _takes_many_warps(split: _Split, device: Device) -> bool:
 
 
 def _takes_a_stage_more(split: _Split, device: Device) -> bool:
-    """Of whole warps off 16 bytes, 32 or 36 columns of 16 bits a thread, where memory is fast, four stages though three
-    have _ring_bytes(); RMSNorm where a row takes eight warps of a block.
+    """Of whole warps off 16 bytes, 28 and more columns of 16 bits a thread, where memory is fast, four stages though
+    three have _ring_bytes(); RMSNorm with 28, or where a row takes eight warps of a block.
 
-    An H100 with 92 multiprocessors, 700 MB: 8191 271 → 250 us, LayerNorm 274 → 248; but RMSNorm 4095 257 → 263.
+    1 GB: 7105 265 → 242 us, LayerNorm 274 → 248, 65537 277 → 251, 39001 253 → 242; an H100 with 92 multiprocessors, 700
+    MB: 8191 271 → 250, LayerNorm 274 → 248. But RMSNorm, in four warps, 4095 247 → 258, 24 columns 1401 249 → 258,
+    LayerNorm 701 251 → 263.
     """
     norm, x, dy, _, vector = split.kind
-    timed = not vector and ITEMSIZE[x] == ITEMSIZE[dy] == 2 and split.per_thread in (32, 36) and split.cluster < 8
-    return timed and device.is_fast_9_0 and (norm == "layernorm" or split.group == STAGED_MAX_THREADS)
+    timed = not vector and ITEMSIZE[x] == ITEMSIZE[dy] == 2 and split.per_thread in (28, 32, 36, 40)
+    gains = norm == "layernorm" or split.per_thread == 28 or split.group == STAGED_MAX_THREADS
+    return timed and gains and device.is_fast_9_0
 
 
 def part_of_warp_lanes(x: str, vector: bool, access: Access, choice: Choice, device: Device) -> PartLanes:

@@ -348,7 +348,7 @@ def _shared_column_blocks(
         return of(4 if wide else 1 if single else 2, blocks)
     if several:
         if not slow and data > FAST_SHORT_POWERS_BYTES:
-            return _fast_short(config, problem, of)
+            return _fast_short(config, problem, device, of)
         most_bytes, most_with_db = SHARED_SHORT_BYTES[slow]
         if data <= most_bytes:
             return of(1, SHARED_SHORT_BLOCKS[data > SHARED_SHORT_FEW_BYTES], powers=True)
@@ -373,7 +373,10 @@ def _shared_column_blocks(
 
 
 def _fast_short(
-    config: BackwardConfig, problem: NormProblem, of: Callable[[int, float, bool], _ColumnBlocks | None]
+    config: BackwardConfig,
+    problem: NormProblem,
+    device: Device,
+    of: Callable[[int, float, bool], _ColumnBlocks | None],
 ) -> _ColumnBlocks | None:
     """Of short rows, where memory is fast. `of` makes slices of so many lines by about so many blocks."""
     sums_db, data = kernels_sum_db(problem), data_bytes(problem)
@@ -382,7 +385,7 @@ def _fast_short(
     if data > max(most, FAST_SHORT_IDLE_BYTES[sums_db] if idle else 0):
         return None
     found = of(1, FAST_SHORT_POWERS_BLOCKS, True)
-    few = found is None or found.blocks < FAST_SHORT_LEAST_BLOCKS
+    few = found is None or found.blocks < FAST_SHORT_LEAST_BLOCKS * device.multiprocessors / 132
     several = (idle or sums_db) and data > FAST_SHORT_BYTES[sums_db] and problem.columns >= SHARED_SHORTEST_COLUMNS
     return of(1, FAST_SHORT_BLOCKS, False) if few and several else found
 

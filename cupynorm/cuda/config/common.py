@@ -42,9 +42,9 @@ NARROW_LONG_ITEMSIZE = 2
 
 # Odd rows, which start or end at odd elements, of 16-bit types, come in pairs of columns (ODD_ROWS of element.cuh). All
 # but the first and the last two or three of a thread's pairs are full, so not the shortest; nor those of larger
-# clusters than of four, of which there is an odd number, and one would be idle (1 GB, LayerNorm, 1001: 290 → 245 us,
-# forward 229 → 177).
-ODD_ITEMSIZE, ODD_LEAST_COLUMNS, ODD_MOST_CLUSTER = 2, 33, 4
+# clusters than so many blocks, by direction: of larger ones, odd in number, one is idle (1 GB, LayerNorm, 1001: 290 →
+# 245 us, forward 229 → 177, 65537 332 → 227; backward, with three stages, 289 → 291, RMSNorm 278 → 272).
+ODD_ITEMSIZE, ODD_LEAST_COLUMNS, ODD_MOST_CLUSTER = 2, 33, {"forward": 16, "backward": 4}
 ODD_SLACK_BYTES = 384  # three pairs of each lane of a warp
 
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
@@ -220,7 +220,7 @@ def access_of(problem: NormProblem, vector: bool, alignment: int, device: Device
     x, itemsize, dy = problem.x_dtype.name, problem.x_dtype.itemsize, problem.dy_dtype
     several = accesses(x, None if dy is None else dy.name, vector, device)
     if problem.columns % 2 or alignment == itemsize:
-        held = ODD_LEAST_COLUMNS <= odd_span(problem.columns) and problem.columns <= _odd_most_columns(x)
+        held = ODD_LEAST_COLUMNS <= odd_span(problem.columns) and problem.columns <= _odd_most_columns(problem)
         return ODD_IN_WORDS if held and not _fills_warp(problem.columns, x) and ODD_IN_WORDS in several else SINGLE
     even = (access for access in several if access not in ODD)
     fitting = (a for a in even if problem.columns % a.elements == alignment % (a.elements * itemsize) == 0)
@@ -246,10 +246,10 @@ def odd_slack_bytes(access: Access) -> int:
     return ODD_SLACK_BYTES if access in ODD else 0
 
 
-def _odd_most_columns(x: str) -> int:
+def _odd_most_columns(problem: NormProblem) -> int:
     """That the largest clusters hold of odd rows, eight warps each, and each warp whole pairs."""
-    most = max(STAGED_COLUMNS_PER_THREAD[False][compute_name(x)])
-    return ODD_MOST_CLUSTER * STAGED_MAX_THREADS // WARP * (WARP * most - 2)
+    most = max(STAGED_COLUMNS_PER_THREAD[False][compute_name(problem.x_dtype.name)])
+    return ODD_MOST_CLUSTER[problem.direction] * STAGED_MAX_THREADS // WARP * (WARP * most - 2)
 
 
 def starts_alternate(config: BackwardConfig | ForwardConfig) -> bool:

@@ -154,12 +154,23 @@ FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 # 100 MB, N=128, with 48 and 112 KB: 29.3, 28.3 us; but 25 MB, 512: 11.2, 11.7).
 SLOW_FORWARD_RING_BYTES, SLOW_FORWARD_RING_STEPS = 112 << 10, (10, 48)
 
+# Off 16 bytes, 16-bit types: where these columns a thread hold a block's part of a row on eight warps, of which a
+# multiprocessor has registers for one block, twice as many blocks of four warps share the row, of which it has them for
+# three, where so many blocks or fewer would; not RMSNorm's with 32 in one block (1 GB, LayerNorm, 6209: 241 → 185 us,
+# 30001: 220 → 186, 49153: 274 → 238, RMSNorm 6209: 190 → 178, but 8001: 176 → 182).
+FORWARD_HALVED_COLUMNS, FORWARD_HALVED_MOST_CLUSTER = (28, 32), 8
+
 # Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more
 # (1 GB, 65536, with 32 and 64: 210, 182 us; RMSNorm 174, 178). More than 40 only where a row takes four warps or more.
 FORWARD_COLUMNS_PER_THREAD = {"rmsnorm": (24, 32, 40, 48), "layernorm": (24, 32, 40, 48, 64)}
 
 # RMSNorm's in clusters of eight and sixteen that have no room for the row otherwise.
 FORWARD_MANY_COLUMNS_PER_THREAD = 64
+
+# Of a block that sweeps over a row, and over a long one: a multiprocessor has room for two of the former. By N alone,
+# for the order of sums hangs on it (an H200, where such rows are over 163840 long, 100 MB, 300000: 92 → 48 us; with 512
+# threads, by a tree that is not kept, 72; 1 GB, 485 → 307, 332).
+SWEPT_THREADS, SWEPT_LONG_COLUMNS = (512, 1024), 1 << 16
 FORWARD_ARGUMENTS = "7P4qd9i2h"  # struct ForwardArguments in forward.cuh
 
 
@@ -205,6 +216,16 @@ def _forward_threads_at_once(
     if per_thread <= (24 if more else 20):
         return 512
     return 384 if per_thread <= (32 if more else 24) else STAGED_MAX_THREADS
+
+
+def _takes_more_blocks(norm: str, x: str, vector: bool, held: tuple[int, int], cluster: int, device: Device) -> bool:
+    """Whether more blocks share a row than have room for it (FORWARD_HALVED_COLUMNS). `held` is what staged_threads()
+    chose."""
+    per_thread, group = held
+    eight_warps = group == STAGED_MAX_THREADS and per_thread in FORWARD_HALVED_COLUMNS
+    gains = norm == "layernorm" or per_thread == FORWARD_HALVED_COLUMNS[0] or cluster > 1
+    timed = not vector and ITEMSIZE[x] == 2 and device.has_large_shared_memory and device.compute_capability < (10, 0)
+    return eight_warps and gains and timed and cluster <= FORWARD_HALVED_MOST_CLUSTER
 
 
 def forward_part_of_warp_lanes(x: str, vector: bool, access: Access, choice: Choice, device: Device) -> PartLanes:
@@ -320,10 +341,10 @@ def forward_config(problem: NormProblem, alignment: int, device: Device, odd: Ac
         return ForwardConfig("forward.cu", "forward_direct", definitions, SMALL_BLOCK, held[1])
     definitions = (*definitions, *direct_forward_definitions(per_thread))
     threads = in_whole_warps(divide_up(problem.columns, per_thread))
-    max_threads = forward_max_threads(vector > 1)
-    if threads <= max_threads:
+    if threads <= forward_max_threads(vector > 1):
         return ForwardConfig("forward.cu", "forward_direct", definitions, threads, threads)
-    return ForwardConfig("forward.cu", "forward_swept", definitions, max_threads, max_threads)
+    threads = SWEPT_THREADS[problem.columns >= SWEPT_LONG_COLUMNS]
+    return ForwardConfig("forward.cu", "forward_swept", definitions, threads, threads)
 
 
 def direct_forward_definitions(per_thread: int, part: bool = False, access: Access = SINGLE) -> tuple[str, ...]:
@@ -331,7 +352,7 @@ def direct_forward_definitions(per_thread: int, part: bool = False, access: Acce
 
 
 def forward_max_threads(vector: bool) -> int:
-    """kMaxThreads of forward.cu, without PART_OF_WARP."""
+    """kMaxThreads of forward.cu, without PART_OF_WARP; of the direct route."""
     return 512 if vector else 256
 
 
@@ -355,7 +376,7 @@ def _forward_staged(
         choice = forward_choice(problem.norm, name, vector > 1, cluster, device)
         parts = forward_part_of_warp_lanes(name, vector > 1, access, choice, device)
         held = short_row(name, slab, parts, access) if small else staged_threads(slab, choice, access)
-        if held is None:
+        if held is None or _takes_more_blocks(problem.norm, name, vector > 1, held, cluster, device):
             continue
         per_thread, group = held
         b_in_shared = _keeps_b_in_shared(problem.norm, name, vector > 1, held, cluster, device)

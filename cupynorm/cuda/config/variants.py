@@ -188,7 +188,7 @@ def _staged_variants(
     clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
     pairs = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
     if access in ODD:
-        pairs = {(n, cluster) for n, cluster in pairs if cluster <= ODD_MOST_CLUSTER}
+        pairs = {(n, cluster) for n, cluster in pairs if cluster <= ODD_MOST_CLUSTER[kernel.removesuffix("_staged")]}
     pairs = pairs if has_long_rows(x, access) else set()
     wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
     for per_thread, cluster, part in sorted(wholes | {(n, 1, True) for n in parts}):
