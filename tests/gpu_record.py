@@ -8,7 +8,7 @@ Runs of parts, at the same time or one after the other, of whole files or functi
 ``python tests/gpu_record.py PART… > tests/gpu_record.json``. A run that is cut off leaves the record of the test
 functions that it was through with; ``pytest -m gpu --gpu-record REST --gpu-record-has PART`` runs the others. And where
 the fault is a test's, not the sources', a later run over the same sources, of all of that test function's cases, stands
-for what failed: ``--again LATER``.
+for what failed: ``--again LATER``; or the tree leaves those cases out, and the record names them: ``--gone``.
 """
 
 from __future__ import annotations
@@ -151,6 +151,14 @@ def made_good(record: dict[str, Any], later: dict[str, Any], nodeids: list[str])
     return record | {"passed": passed, "failed": 0, "failures": [], "run_again": again}
 
 
+def without_gone(record: dict[str, Any], nodeids: list[str]) -> dict[str, Any]:
+    """The record without the failures of cases that are not among `nodeids`, the tree's GPU tests; it names them."""
+    gone = [nodeid for nodeid in record["failures"] if nodeid not in set(nodeids)]
+    counts = {key: record[key] - len(gone) for key in ("collected", "failed")}
+    failures = [nodeid for nodeid in record["failures"] if nodeid not in gone]
+    return record | counts | {"failures": failures, "failures_of_cases_gone": gone}
+
+
 def functions_of(part: Path) -> list[str]:
     """The test functions in a record, which is to be of this tree's sources."""
     import pytest
@@ -272,8 +280,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Print the record that records of parts make together.")
     parser.add_argument("parts", nargs="+", type=Path, metavar="PART")
     parser.add_argument("--again", type=Path, metavar="LATER", help="a later run of the test functions that failed")
+    parser.add_argument("--gone", action="store_true", help="leave out failures of cases that the tree no longer has")
     options = parser.parse_args()
     record = together([json.loads(path.read_text()) for path in options.parts])
+    if options.gone:
+        record = without_gone(record, collect_gpu_tests())
     if options.again:
         record = made_good(record, json.loads(options.again.read_text()), collect_gpu_tests())
     print(json.dumps(record, indent=2))

@@ -23,6 +23,7 @@ from gpu_record import (
     source_digest,
     together,
     without_comments,
+    without_gone,
 )
 
 GOOD = {
@@ -209,6 +210,17 @@ def test_a_later_run_of_a_function_that_failed_makes_it_good() -> None:
         else:
             with pytest.raises(ValueError, match=re.escape(message)):
                 made_good(record, later | change, NODEIDS)
+
+
+def test_failures_of_cases_that_are_gone_are_named() -> None:
+    gone, still = "tests/test_a.py::test_one[3]", "tests/test_a.py::test_two"
+    record = {**GOOD, "collected": 4, "failed": 1, "failures": [gone]}
+    assert problems(record, "d", NODEIDS)
+    good = without_gone(record, NODEIDS)
+    assert problems(good, "d", NODEIDS) == []
+    assert good == {**GOOD, "failures_of_cases_gone": [gone]}
+    both = {**record, "passed": 1, "failed": 2, "failures": [gone, still]}
+    assert problems(without_gone(both, NODEIDS), "d", NODEIDS) == [f"1 GPU tests failed in it: {still}"]
 
 
 def test_function_names_leave_out_folder_and_parameters() -> None:
