@@ -115,8 +115,8 @@ struct LongSum {
     }
 };
 
-// Of a swept row a thread waits for so many vectors together, one by one each would take memory's latency: for fewer where w and b
-// take registers, too.
+// A thread asks for so many vectors of a swept row at once, for one by one each would wait for memory; for fewer in the last sweep,
+// where w and b take registers, too (an H200, N=300000, 100 MB, 92 → 48 us).
 constexpr int kSweptThreads = 1024;
 constexpr int kSwept = kVector > 1 ? 4 : 32 / int(sizeof(Compute)), kSweptLast = kSwept / 4;
 
