@@ -529,7 +529,7 @@ def test_odd_rows_come_in_pairs(name, which):
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 2, 7, 131, 132])
-@pytest.mark.parametrize("columns", [33, 129, 1001, 1301, 2047, 8191, 12289, 33001])
+@pytest.mark.parametrize("columns", [33, 129, 1001, 1301, 2047, 8191, 12289, 33001, 65537, 131073])
 def test_the_rows_of_a_walker_start_alike(columns, multiprocessors):
     """Of odd rows that are read by words: from one step to the next an even number of rows, or there is no next."""
     device = DEVICES["sm_90"]._replace(multiprocessors=multiprocessors)

@@ -220,7 +220,15 @@ def test_failures_of_cases_that_are_gone_are_named() -> None:
     assert problems(good, "d", NODEIDS) == []
     assert good == {**GOOD, "failures_of_cases_gone": [gone]}
     both = {**record, "passed": 1, "failed": 2, "failures": [gone, still]}
-    assert problems(without_gone(both, NODEIDS), "d", NODEIDS) == [f"1 GPU tests failed in it: {still}"]
+    without = without_gone(both, NODEIDS)
+    assert problems(without, "d", NODEIDS) == [f"1 GPU tests failed in it: {still}"]
+    assert without_gone(without, NODEIDS) == without
+    later = {**GOOD, "date_utc": "2"}
+    other = {**later, "collected": 1, "passed": 1, "skipped": 0, "skip_reasons": {}, "functions": ["test_b.py::test"]}
+    for parts in ([{**without, "date_utc": "1"}, other], [other, {**without, "date_utc": "1"}]):
+        assert together(parts)["failures_of_cases_gone"] == [gone]
+    good = made_good({**without, "date_utc": "1"}, later, NODEIDS)
+    assert (problems(good, "d", NODEIDS), good["failures_of_cases_gone"]) == ([], [gone])
 
 
 def test_function_names_leave_out_folder_and_parameters() -> None:

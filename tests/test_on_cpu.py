@@ -685,6 +685,7 @@ def test_a_nan_stays_in_its_row(
         (40, 1000, ("backward_direct", "forward_direct")),
         (5, 9000, ("backward_split", "forward_swept")),
         (2, 65539, ("backward_split", "forward_swept")),  # by twice as many threads
+        (1, 65544, ("backward_split", "forward_swept")),  # in vectors
     ],
 )
 def test_without_the_features_of_newer_devices(

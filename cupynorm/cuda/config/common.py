@@ -42,8 +42,9 @@ NARROW_LONG_ITEMSIZE = 2
 
 # Odd rows, which start or end at odd elements, of 16-bit types, come in pairs of columns (ODD_ROWS of element.cuh). All
 # but the first and the last two or three of a thread's pairs are full, so not the shortest; nor those of larger
-# clusters than so many blocks, by direction: of larger ones, odd in number, one is idle (1 GB, LayerNorm, 1001: 290 →
-# 245 us, forward 229 → 177, 65537 332 → 227; backward, with three stages, 289 → 291, RMSNorm 278 → 272).
+# clusters than so many blocks, by direction. Of clusters of eight and sixteen there is an odd number, so that one is
+# idle: forward they gain all the same (1 GB, LayerNorm, 1001: backward 290 → 245 us, forward 229 → 177, 65537 332 →
+# 227; backward, by three stages, 289 → 291, RMSNorm 278 → 272, but with gaps of one, 65536, 268 → 278).
 ODD_ITEMSIZE, ODD_LEAST_COLUMNS, ODD_MOST_CLUSTER = 2, 33, {"forward": 16, "backward": 4}
 ODD_SLACK_BYTES = 384  # three pairs of each lane of a warp
 

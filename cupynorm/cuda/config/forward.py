@@ -156,8 +156,9 @@ SLOW_FORWARD_RING_BYTES, SLOW_FORWARD_RING_STEPS = 112 << 10, (10, 48)
 
 # Off 16 bytes, 16-bit types: where these columns a thread hold a block's part of a row on eight warps, of which a
 # multiprocessor has registers for one block, twice as many blocks of four warps share the row, of which it has them for
-# three, where so many blocks or fewer would; not RMSNorm's with 32 in one block (1 GB, LayerNorm, 6209: 241 → 185 us,
-# 30001: 220 → 186, 49153: 274 → 238, RMSNorm 6209: 190 → 178, but 8001: 176 → 182).
+# three, if no more than FORWARD_HALVED_MOST_CLUSTER blocks would hold it otherwise; not RMSNorm's with 32 in one block
+# (1 GB, LayerNorm, 6209: 241 → 185 us, 30001: 220 → 186, 49153: 274 → 238, RMSNorm 6209: 189 → 178, but 8001: 176 →
+# 182). Not timed where memory is slow.
 FORWARD_HALVED_COLUMNS, FORWARD_HALVED_MOST_CLUSTER = (28, 32), 8
 
 # Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more
@@ -168,8 +169,8 @@ FORWARD_COLUMNS_PER_THREAD = {"rmsnorm": (24, 32, 40, 48), "layernorm": (24, 32,
 FORWARD_MANY_COLUMNS_PER_THREAD = 64
 
 # Of a block that sweeps over a row, and over a long one: a multiprocessor has room for two of the former. By N alone,
-# for the order of sums hangs on it (an H200, where such rows are over 163840 long, 100 MB, 300000: 92 → 48 us; with 512
-# threads, by a tree that is not kept, 72; 1 GB, 485 → 307, 332).
+# for the order of sums hangs on it (an H200, where no cluster holds such rows, vectors one by one, by 512 threads, and
+# so: 300000, 100 MB, 92, 72, 48 us, 1 GB 485, 332, 307; single elements, 163841, 556, 114, 81, but 688, 536, 622).
 SWEPT_THREADS, SWEPT_LONG_COLUMNS = (512, 1024), 1 << 16
 FORWARD_ARGUMENTS = "7P4qd9i2h"  # struct ForwardArguments in forward.cuh
 
