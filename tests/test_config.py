@@ -320,6 +320,16 @@ def test_forward_off_16_bytes_more_blocks_of_four_warps(norm, columns, per_threa
     assert single.group_threads == 256
 
 
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("most_cluster", [1, 2, 4, 8])
+def test_forward_rows_that_the_largest_cluster_holds_are_not_swept(most_cluster, norm):
+    device = DEVICES["sm_90"]._replace(most_cluster=most_cluster)
+    for columns in range(513, 8192 * most_cluster, 211):
+        problem = forward_of(backward(columns, "bfloat16", "bfloat16", norm=norm))
+        chosen = config.forward_config(problem, 2 if columns % 2 else 8, device)
+        assert chosen.kernel == "forward_staged", columns
+
+
 @pytest.mark.parametrize(
     ("name", "columns", "alignment", "device", "elements"),
     [

@@ -298,10 +298,12 @@ def test_rows_with_gaps(norm: str, rows: int, columns: int, x_gap: int, dy_gap: 
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("x", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 163841), (150, 163841), (2, 262150), (140, 66000)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 163841), (150, 163841), (2, 262150), (2, 262152), (100, 300000), (140, 66000)]
+)
 def test_rows_that_no_cluster_holds(norm: str, x: str, rows: int, columns: int) -> None:
-    """Forward, swept over by one block of 1024 threads, by single elements, float64 in vectors; 66000 of other types
-    are still held."""
+    """Forward, swept over by one block of 1024 threads, by single elements and in vectors; 66000 of other types
+    than float64 are still held."""
     cupy = pytest.importorskip("cupy")
     case = Case(norm, rows, columns, x, "float32", x, seed=rows)
     tensors = make_case(cupy, case)

@@ -631,7 +631,7 @@ def _takes_a_stage_more(split: _Split, device: Device) -> bool:
     LayerNorm 701 251 → 263.
     """
     norm, x, dy, _, vector = split.kind
-    timed = not vector and ITEMSIZE[x] == ITEMSIZE[dy] == 2 and split.per_thread in (28, 32, 36, 40)
+    timed = not vector and ITEMSIZE[x] == ITEMSIZE[dy] == 2 and split.per_thread >= 28
     gains = norm == "layernorm" or split.per_thread == 28 or split.group == STAGED_MAX_THREADS
     return timed and gains and device.is_fast_9_0
 

@@ -220,13 +220,14 @@ def _forward_threads_at_once(
 
 
 def _takes_more_blocks(norm: str, x: str, vector: bool, held: tuple[int, int], cluster: int, device: Device) -> bool:
-    """Whether more blocks share a row than have room for it (FORWARD_HALVED_COLUMNS). `held` is what staged_threads()
-    chose."""
+    """Whether more blocks share a row than it takes to hold it (FORWARD_HALVED_COLUMNS), if clusters of so many may be.
+    `held` is what staged_threads() chose."""
     per_thread, group = held
     eight_warps = group == STAGED_MAX_THREADS and per_thread in FORWARD_HALVED_COLUMNS
     gains = norm == "layernorm" or per_thread == FORWARD_HALVED_COLUMNS[0] or cluster > 1
     timed = not vector and ITEMSIZE[x] == 2 and device.has_large_shared_memory and device.compute_capability < (10, 0)
-    return eight_warps and gains and timed and cluster <= FORWARD_HALVED_MOST_CLUSTER
+    allowed = cluster <= FORWARD_HALVED_MOST_CLUSTER and 2 * cluster <= device.largest_cluster
+    return eight_warps and gains and timed and allowed
 
 
 def forward_part_of_warp_lanes(x: str, vector: bool, access: Access, choice: Choice, device: Device) -> PartLanes:
@@ -353,7 +354,7 @@ def direct_forward_definitions(per_thread: int, part: bool = False, access: Acce
 
 
 def forward_max_threads(vector: bool) -> int:
-    """kMaxThreads of forward.cu, without PART_OF_WARP; of the direct route."""
+    """kMaxThreads of forward.cu (the direct route), without PART_OF_WARP."""
     return 512 if vector else 256
 
 
