@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from . import dlpack
+from .problem import START_BYTES
 
 # Their arrays never change once made, whatever the DLPack flags say (JAX 0.10 sets none).
 IMMUTABLE_FRAMEWORKS = ("jax", "tensorflow")
@@ -130,7 +131,7 @@ class Device:
                 address = data.ptr
                 # CuPy makes a tuple of strides whenever it is asked, and its `flags` takes longer still.
                 strides = None if getattr(array, "_c_contiguous", False) else array.strides
-                layouts.append((array.shape, strides, array.dtype, data.device_id, address & 15))
+                layouts.append((array.shape, strides, array.dtype, data.device_id, address % START_BYTES))
                 addresses.append(address)
             else:
                 raise _stranger(labels[len(layouts)], type(array), "cupy.ndarray")
@@ -251,7 +252,7 @@ class Foreign:
                 return None
             if x_device < 0 and not self._shares_stream(exchange, x_device := device):
                 return None
-            layouts.append((view.shape, view.strides, view.dtype, device, view.pointer & 15))
+            layouts.append((view.shape, view.strides, view.dtype, device, view.pointer % START_BYTES))
             addresses.append(view.pointer)
             views.append(view)
         return tuple(layouts), addresses, views, self._give_quickly, False
@@ -294,7 +295,9 @@ class Foreign:
                 raise _no_export(value, label, error) from error
             if position >= written and (view.read_only or self._framework in IMMUTABLE_FRAMEWORKS):
                 raise ValueError(f"{label}: {_type_name(type(value))} is read-only; a writable array is needed")
-            layouts.append((view.shape, view.strides, view.dtype, device, 0 if device is None else view.pointer & 15))
+            layouts.append(
+                (view.shape, view.strides, view.dtype, device, 0 if device is None else view.pointer % START_BYTES)
+            )
             views.append(view)
         importer = _importer(x, self._framework)
         if device is not None:

@@ -262,7 +262,7 @@ class Plan:
         specs = zip(self._operation.inputs + self._operation.outputs, self._specs, strict=False)
         placed = {name: spec for name, spec in specs if spec and name not in self.problem.copies}
 
-        def offsets(*names: str) -> list[int]:  # from multiples of 16 bytes; new arrays and copies have none
+        def offsets(*names: str) -> list[int]:  # from multiples of START_BYTES; new arrays and copies have none
             return [placed[name].offset if name in placed else 0 for name in names]
 
         if self.problem.direction == "backward":

@@ -23,6 +23,10 @@ MOST_COLUMNS = 1 << 30  # a column's number, and twice as much, fits in 32 bits;
 FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
 
 
+# Kernels are chosen by where arrays start: 16 bytes are read at once, and in the second half of 32 others do better.
+START_BYTES = 32
+
+
 class ArraySpec(NamedTuple):
     """What validation looks at: an array without its memory."""
 
@@ -30,7 +34,7 @@ class ArraySpec(NamedTuple):
     strides: tuple[int, ...]  # in bytes
     dtype: np.dtype[Any]
     device: int | None = None  # the CUDA device, None on the host
-    offset: int = 0  # bytes from the last multiple of 16 to its start; on the host it does not matter and is 0
+    offset: int = 0  # bytes from the last multiple of START_BYTES to its start; on the host it does not matter and is 0
     read_only: bool = False
 
 

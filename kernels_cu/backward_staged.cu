@@ -88,7 +88,7 @@ private:
 // Threads on a multiprocessor that leave each the registers that it needs: config/backward.py asks for no more.
 constexpr int kColumnBytes = kColumnsPerThread * int(sizeof(Compute));
 constexpr bool kFewRegisters = sizeof(X) < 4 || !kWantDb;
-constexpr bool kManySingles = kSumsColumns && !kLayerNorm && !kWantDb && sizeof(X) == 2 && kColumnBytes == 128;
+constexpr bool kManySingles = !kGang && kSumsColumns && !kLayerNorm && !kWantDb && sizeof(X) == 2 && kColumnBytes == 128;
 constexpr int kVectorsAtOnce = kColumnsPerThread == 24 && kFewRegisters           ? 384
                                : !kWholeWarps && __CUDA_ARCH__ < 1200             ? 512
                                                                                   : kMaxThreads;

@@ -56,14 +56,14 @@ template <class Exchange> struct RowMoments {
         : exchange(exchange), root(a.eps), part([&](int k) { return own.holds(k); }),
           reciprocal_columns(Compute(1) / Compute(a.columns)) {
         const int span = exchange.lanes * kColumnsPerThread;  // of the group's lanes in a warp
-        reciprocal_warp_columns = reciprocal(kOddRows ? own.end - own.begin : held(own.end - own.begin, span));
+        reciprocal_warp_columns = reciprocal(kOddRows ? own.end - own.begin : columns_in(own.end - own.begin, span));
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
             const int entry = i * kLanes + threadIdx.x % kLanes;
             const int block = kClustered ? entry / exchange.warps : 0, warp = entry - block * exchange.warps;
             const int slab = minimum(a.slab_columns, a.columns - block * a.slab_columns);
             const WarpColumns odd(slab, exchange.warps, warp);
-            const int columns_of_warp = kOddRows ? odd.end - odd.begin : held(slab - warp * span, span);
+            const int columns_of_warp = kOddRows ? odd.end - odd.begin : columns_in(slab - warp * span, span);
             const int columns = entry < exchange.entries ? columns_of_warp : 0;
             entry_columns[i] = Compute(columns);
             reciprocal_entry_columns[i] = reciprocal(columns);
@@ -136,7 +136,7 @@ private:
         return sum.first;
     }
     __device__ static Compute reciprocal(int columns) { return columns ? Compute(1) / Compute(columns) : Compute(0); }
-    __device__ static int held(int left, int span) { return left < 0 ? 0 : minimum(left, span); }
+    __device__ static int columns_in(int left, int span) { return left < 0 ? 0 : minimum(left, span); }
 };
 
 // y of a vector of x.

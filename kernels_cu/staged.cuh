@@ -11,9 +11,13 @@
 // With VECTOR = 0 rows may start anywhere: the copy takes the 16-byte words that cover the rows, at most 15 bytes more
 // on either side, in words that hold at least one byte of a row.
 //
+// The copy engine moves whole lines of 128 bytes. So where steps do not all begin at such (kOffLines), each lies as far from a
+// line's start in the ring as in memory: RMSNorm, N=8136, 1 GB, 274 us where it began at one, 241 so.
+//
 // Compile-time switches, beside COLUMNS_PER_THREAD and VECTOR:
 //   CLUSTER  blocks of a cluster                  GANG   1: rows are split over gangs, CLUSTER is 1
 //   PACED    1: walkers keep pace in long launches (struct Pace)
+//   OFF_LINES  1: rows in vectors, whose steps do not all begin at whole lines
 //   ROW_GAPS  1: there are gaps between a block's rows, of a warp or less. A kernel for both would take longer off 16 bytes,
 //             where it finds each column's place in x and in dy: in single columns, without gaps, N=129 476 → 530 us,
 //             LayerNorm 257 392 → 434 (1 GB, an H100)
@@ -28,6 +32,9 @@
 #ifndef PACED
 #define PACED 0
 #endif
+#ifndef OFF_LINES
+#define OFF_LINES 0
+#endif
 #ifndef ROW_GAPS
 #define ROW_GAPS 0
 #endif
@@ -37,7 +44,7 @@ constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kCluster = CLUSTER;  // known when compiled: at N=65536 RMSNorm took 118 us so, 135 us as an argument
 constexpr bool kClustered = kCluster > 1, kGang = GANG;
 constexpr bool kSplitsRows = kClustered || kGang;  // over several blocks
-static_assert(!kGang || (kCluster == 1 && VECTOR && kWholeWarps && sizeof(Compute) == 4), "what gangs were made for");
+static_assert(!kGang || (kCluster == 1 && kWholeWarps && sizeof(Compute) == 4), "what gangs were made for");
 static_assert(!ROW_GAPS || (!kWholeWarps && !kSplitsRows), "of longer rows in vectors a block has one, where there are gaps");
 // Whether there may be gaps between a block's rows. Off 16 bytes in whole warps in any case: a warp's lanes all have the
 // same row, whose place in x and in dy takes no register for each column (152 registers at N=1001, 157 so).
@@ -51,6 +58,11 @@ constexpr bool kMayHaveTeams = VECTOR && (kWholeWarps || kColumnsPerThread == 32
 constexpr int kTeamColumnBytes = kMayHaveTeams ? kColumnsPerThread * int(sizeof(Compute)) : 0;
 constexpr int kTeamThreads = kTeamColumnBytes < 128 ? kMaxThreads : kTeamColumnBytes % 128 == 0 ? 64 : 128;
 constexpr int kTeamWarps = kTeamThreads / 32, kMaxTeams = kMaxThreads / kTeamThreads;
+
+// Off lines a team's own part of a place may begin anywhere in a line, another one from step to step, and end there: it has room for
+// that, lest it overwrite what its neighbours still read.
+constexpr bool kOffLines = !VECTOR || OFF_LINES;
+constexpr int kLeadBytes = kOffLines ? 128 * kMaxTeams : 0;
 constexpr int kSlots = 4;  // a warp that posts sum j knows that all others have read sum j − 4
 
 // A block's share of a row, and a thread's warp. No division, but in gangs: the first copies wait for this, and for what follows.
@@ -168,15 +180,18 @@ template <class T, bool kHints> struct RingPart {
           policy(kHints ? cache_policy(read_once) : 0) {
         const int bytes = with_gaps(share, share.groups * a.slab_columns, share.groups) * int(sizeof(T));
         static_assert(VECTOR || kMaxTeams == 1, "there is room for the words that cover one team's rows");
-        part_bytes = (bytes + (VECTOR ? 0 : 128) + 127) / 128 * 128;
-        offset = part_offset + team_start(share) * int(sizeof(T));
+        part_bytes = (bytes + kLeadBytes + 127) / 128 * 128;
+        offset = part_offset + team_start(share) * int(sizeof(T)) + (kOffLines ? share.team * 128 : 0);
     }
-    // Where in its place a step's first row begins: as far from a multiple of 128 bytes as in memory. RMSNorm, 100 MB, N=4096,
-    // stride N + 3: 38.4 us with places at multiples of 128 bytes, 36.6 us so (and with rows that fill their warps told apart).
+    // How far behind `offset` the team's own of a step begin, so that they are as far from a line's start as in memory, where they
+    // begin at `address`. RMSNorm, 100 MB, N=4096, stride N + 3: 38.4 us with all at the start of a line, 36.6 us so (and with rows
+    // that fill their warps told apart).
+    __device__ int lead_of(unsigned address) const {
+        return kOffLines ? (address - (VECTOR ? unsigned(offset) : 0u)) % 128 : 0;
+    }
     __device__ int lead(int64 row) const {
-        if constexpr (VECTOR) return 0;
         const unsigned low_bits = unsigned(reinterpret_cast<unsigned long long>(source));
-        return (low_bits + unsigned(row) * unsigned(row_stride * sizeof(T))) % 128;
+        return lead_of(low_bits + unsigned(row) * unsigned(row_stride * sizeof(T)));
     }
     __device__ unsigned long long address(int64 row) const {
         return reinterpret_cast<unsigned long long>(source + row * row_stride);
@@ -189,12 +204,13 @@ template <class T, bool kHints> struct RingPart {
     __device__ int with_gaps(const BlockShare& share, int elements, int rows) const {
         return kHasGaps ? elements + (rows - 1) * (pitch(share) - share.columns) : elements;
     }
-    // Of the 16-byte words that cover the rows.
+    // From the first of the 16-byte words that cover the rows; of these.
+    __device__ int before_words(int64 row) const { return VECTOR ? 0 : lead(row) % 16; }
     __device__ int copy_bytes(int64 row, int elements) const {
-        return (lead(row) % 16 + elements * int(sizeof(T)) + 15) / 16 * 16;
+        return (before_words(row) + elements * int(sizeof(T)) + 15) / 16 * 16;
     }
     __device__ void copy(SharedAddress place, int64 row, int elements, Barrier full) const {
-        const int before = lead(row) % 16;
+        const int before = before_words(row);
         copy_words(place + offset + lead(row) - before, address(row) - before, copy_bytes(row, elements), full);
     }
     __device__ void copy_words(SharedAddress target, unsigned long long start, int bytes, Barrier full) const {
@@ -330,8 +346,8 @@ private:
         const int second_bytes = second.with_gaps(share, elements, team_rows) * Second::kElementBytes;
         const SharedAddress place = base_address + stage * stage_bytes;
         barrier.arrive_expecting(first_bytes + second_bytes);
-        first.copy_words(place + first.offset, from.first, first_bytes, barrier);
-        second.copy_words(place + second.offset, from.second, second_bytes, barrier);
+        first.copy_words(place + first.offset + first.lead_of(from.first), from.first, first_bytes, barrier);
+        second.copy_words(place + second.offset + second.lead_of(from.second), from.second, second_bytes, barrier);
     }
 };
 

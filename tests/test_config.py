@@ -589,7 +589,7 @@ def test_rows_of_one_warp_off_16_bytes_have_more_warps_where_memory_is_fast(norm
         *(("rmsnorm", columns, "bfloat16", (4, 4)) for columns in (7000, 28001)),
         ("rmsnorm", 1401, "bfloat16", (3, 3)),  # 24 columns a thread
         ("rmsnorm", 65537, "bfloat16", (4, 3)),
-        ("rmsnorm", 130052, "bfloat16", (4, 3)),
+        ("rmsnorm", 130052, "bfloat16", (4, 4)),  # where memory is slow a gang, as these have everywhere
         ("rmsnorm", 8191, "float32", (3, 3)),
         ("layernorm", 1001, "bfloat16", (4, 3)),
         ("layernorm", 4095, "bfloat16", (4, 3)),
@@ -743,8 +743,13 @@ def test_column_blocks_of_float32s_shortest_rows(rows, columns, expected):
     assert config.grid(chosen, problem, 132, DEVICES["sm_90_slow"]).column_blocks == expected
 
 
+def beside_lines(chosen: config.BackwardConfig | config.ForwardConfig) -> tuple[str, ...]:
+    """Definitions, but for where in the ring rows lie, which no bits hang on."""
+    return tuple(text for text in chosen.definitions if text != "OFF_LINES=1")
+
+
 def what_orders_a_rows_sums(chosen: config.BackwardConfig) -> tuple[object, ...]:
-    return chosen.route, chosen.definitions, chosen.group_threads, chosen.slab_columns, chosen.slabs, chosen.cluster
+    return chosen.route, beside_lines(chosen), chosen.group_threads, chosen.slab_columns, chosen.slabs, chosen.cluster
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
@@ -778,7 +783,7 @@ def test_gaps_between_long_rows_change_neither_the_kernel_nor_the_order_of_sums(
         dense = backward(columns, x, x)
         gaps = replace(dense, x_row_stride=columns + 16)
         one, another = (config.backward_config(problem, alignment, device) for problem in (dense, gaps))
-        assert one.definitions == another.definitions, columns
+        assert beside_lines(one) == beside_lines(another), columns
         assert one.group_threads == another.group_threads, columns
         assert one.slab_columns == another.slab_columns, columns
 
@@ -1768,7 +1773,7 @@ def test_layernorms_rows_of_40_columns_a_thread_have_one_block_where_memory_is_s
     [
         (81928, "bfloat16", 11, 7488),
         (98304, "float16", 12, 8192),
-        (114480, "bfloat16", 14, 8192),
+        (113664, "bfloat16", 14, 8128),
         (163840, "bfloat16", 20, 8192),
         (262144, "bfloat16", 32, 8192),
         (262152, "bfloat16", 33, 8000),
@@ -1801,10 +1806,10 @@ def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(device, norm, columns, n
 
 # On either side of each length that the notes name: the blocks of a cluster, or 0 for gangs, where memory is fast.
 FAST_EDGES = {
-    ("rmsnorm", "bfloat16"): {81920: 8, 81928: 0, 114560: 0, 114568: 16, 131072: 16, 131080: 0},
-    ("layernorm", "float16"): {81920: 8, 81928: 0, 114560: 0, 114568: 16, 131072: 16, 131080: 0},
-    ("rmsnorm", "float32"): {65024: 8, 65032: 16, 128512: 16, 128520: 0},
-    ("layernorm", "float32"): {56832: 8, 56840: 0, 57216: 0, 57224: 16, 112128: 16, 112136: 0},
+    ("rmsnorm", "bfloat16"): {81920: 8, 81928: 0, 113664: 0, 113672: 16, 131072: 16, 131080: 0},
+    ("layernorm", "float16"): {81920: 8, 81928: 0, 113664: 0, 113672: 16, 131072: 16, 131080: 0},
+    ("rmsnorm", "float32"): {65024: 8, 65032: 16, 128000: 16, 128008: 0},
+    ("layernorm", "float32"): {56832: 8, 56840: 16, 111616: 16, 111624: 0},
 }
 
 
@@ -1824,7 +1829,7 @@ def test_gangs_are_no_larger_than_the_device_and_of_one_type():
         (128 * 4096 + 8, "float32", "float32", True, "layernorm"),  # more blocks than a block has threads
         (262144, "float64", "float64", True, "rmsnorm"),
         (262144, "bfloat16", "float32", True, "layernorm"),
-        (262144, "bfloat16", "bfloat16", False, "rmsnorm"),
+        (132 * 8192 + 2, "float16", "float16", False, "rmsnorm"),
     ):
         chosen = config.backward_config(backward(columns, x, dy, norm=norm), 16 if aligned else 2, hopper)
         assert (chosen.route, chosen.gang) == ("split", False), (columns, x, dy, aligned)
@@ -1970,9 +1975,10 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
                 assert "PACED=1" not in chosen.definitions or gang or (idle and chosen.kernel == "forward_staged")
                 continue
             assert "PACED=1" in chosen.definitions, (columns, aligned)
-            assert "VECTOR=1" in chosen.definitions or odd_way(chosen), (columns, aligned)
+            gang = "GANG=1" in chosen.definitions
+            assert "VECTOR=1" in chosen.definitions or odd_way(chosen) or gang, (columns, aligned)
             part = norm == "layernorm" and {"COLUMNS_PER_THREAD=24", "PART_OF_WARP=1"} <= set(chosen.definitions)
-            slow = device.has_slow_memory and DTYPES[name].itemsize == 2 and "GANG=1" not in chosen.definitions
+            slow = device.has_slow_memory and DTYPES[name].itemsize == 2 and not gang
             usual = config.backward.SLOW_PACE_LEAST_STEPS if slow else config.backward.PACE_LEAST_STEPS[norm]
             least = 48 if part or isinstance(chosen, config.ForwardConfig) else usual
             assert config.pace(chosen, least * chosen.groups, 1)[0] == chosen.lead
@@ -2149,7 +2155,7 @@ def test_many_blocks_count_their_steps_in_several_places(norm, columns, blocks):
     together = replace(problem, x_row_stride=columns, dy_row_stride=columns)
     usual = config.backward_config(together, 16, DEVICES["sm_90"])
     assert norm == "layernorm" or usual.step_counters == 1
-    assert usual.definitions == chosen.definitions  # no other kernel
+    assert beside_lines(usual) == beside_lines(chosen)
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
@@ -2209,13 +2215,13 @@ def test_short_rows_with_small_gaps_share_copies(norm, columns, x_gap, dy_gap, r
     ("columns", "gap", "several"), [(640, 8, False), (640, 1, True), (640, 65, False), (641, 0, True)]
 )
 def test_rows_of_whole_warps_with_gaps_share_copies_off_16_bytes_alone(columns, gap, several):
-    """And then without another kernel."""
+    """And then without another kernel, beside one for rows that leave whole lines."""
     dense = backward(columns, "bfloat16", "bfloat16", 1 << 20, "rmsnorm")
     problem = replace(dense, x_row_stride=columns + gap, dy_row_stride=columns + gap)
     aligned = columns % 8 == gap % 8 == 0
     chosen = config.backward_config(problem, 16 if aligned else 2, DEVICES["sm_90"])
     assert (chosen.groups > 1) == several
-    assert chosen.definitions == config.backward_config(dense, 16 if aligned else 2, DEVICES["sm_90"]).definitions
+    assert beside_lines(chosen) == beside_lines(config.backward_config(dense, 16 if aligned else 2, DEVICES["sm_90"]))
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 6, 8, 12, 16])

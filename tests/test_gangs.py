@@ -41,6 +41,15 @@ LENGTHS = (
     (500000, "float32"),
     (524288, "float32"),
     (548864, "bfloat16"),
+    # off 16 bytes: single columns, two and four an access
+    (82945, "bfloat16"),
+    (131073, "bfloat16"),
+    (262145, "float16"),
+    (262148, "bfloat16"),
+    (300002, "float16"),
+    (1048575, "bfloat16"),
+    (131073, "float32"),
+    (500001, "float32"),
 )
 
 

@@ -297,6 +297,52 @@ def test_rows_with_gaps(norm: str, rows: int, columns: int, x_gap: int, dy_gap: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("columns", "x", "start"),
+    [
+        # steps that begin 16, 32 and 64 bytes further in a line than those before
+        *(
+            (3000, "bfloat16", 0),
+            (4040, "float16", 0),
+            (5000, "bfloat16", 0),
+            (4112, "float16", 0),
+            (7688, "bfloat16", 0),
+        ),
+        *((8136, "float16", 0), (8160, "bfloat16", 0), (8104, "bfloat16", 8), (16328, "bfloat16", 0)),
+        *((32712, "float16", 0), (65480, "bfloat16", 0), (130952, "float16", 0), (163784, "bfloat16", 0)),
+        *((262152, "float16", 0), (1540, "float32", 0), (4100, "float32", 4), (8196, "float32", 0)),
+        *((16388, "float32", 0), (40004, "float32", 0), (65540, "float32", 0), (163844, "float32", 0)),
+        # all at one place
+        *((4096, "bfloat16", 8), (8192, "float32", 4), (65536, "float16", 8)),
+    ],
+)
+def test_rows_that_leave_whole_lines(norm: str, columns: int, x: str, start: int) -> None:
+    """In many steps; what a team of warps still reads no other overwrites."""
+    cupy = pytest.importorskip("cupy")
+    case = Case(norm, 34_000_000 // columns, columns, x, "float32", x, has_bias=norm == "layernorm", seed=columns)
+    tensors = make_case(cupy, case)
+    if start:
+        moved = {name: placed_from(cupy, getattr(tensors, name), start) for name in ("x", "dy")}
+        tensors = replace(tensors, **moved)
+    first = backward(norm, tensors, has_bias=case.has_bias)
+    check_backward(case, tensors, first)
+    for _ in range(3):
+        assert_same_bits(backward(norm, tensors, has_bias=case.has_bias), first)
+    y = forward(norm, tensors)
+    check_forward(case, tensors, y)
+    assert_same_bits(forward(norm, tensors), y)
+
+
+def placed_from(xp: Any, array: Any, start: int) -> Any:
+    """The same behind so many elements."""
+    memory = xp.empty(array.size + start, array.dtype)
+    placed = memory[start:].reshape(array.shape)
+    placed[...] = array
+    return placed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("x", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "columns"), [(1, 163841), (150, 163841), (2, 262150), (2, 262152), (100, 300000), (140, 66000)]

@@ -256,6 +256,47 @@ def test_odd_rows_have_the_same_bits_wherever_they_start(
     assert_same_bits(tuple(values(array) for array in results), tuple(array[7:8] for array in found[0]))
 
 
+# Elements between rows of x and of dy, and before the first of both.
+PLACES_IN_LINES = ((64, 64, 0), (0, 0, 0), (8, 8, 0), (8, 24, 8), (64, 64, 8), (64, 16, 40))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("rows", "columns", "name"),
+    [
+        (80, 576, "bfloat16"),  # a warp
+        (50, 3072, "bfloat16"),
+        (40, 4096, "bfloat16"),
+        (30, 5056, "bfloat16"),  # 40 columns a thread
+        (30, 7168, "bfloat16"),  # LayerNorm: 28
+        (30, 8128, "bfloat16"),
+        (50, 1536, "float32"),
+    ],
+)
+def test_rows_have_the_same_bits_wherever_in_lines_of_memory_they_start(
+    small_device: KernelsOnCpu, norm: str, rows: int, columns: int, name: str
+) -> None:
+    """In vectors, of many steps; lanes without a column, and blocks whose teams have parts of a row. What lies beside
+    the rows is no number."""
+    case = case_of(norm, rows, columns, name)
+    tensors = make_case(np, case)
+    found: list[tuple[Any, ...]] = []
+    for x_gap, dy_gap, start in PLACES_IN_LINES:
+        x, dy = (placed(small_device, a, gap, start) for a, gap in ((tensors.x, x_gap), (tensors.dy, dy_gap)))
+        mine = replace(on_device(small_device, tensors), x=x, dy=dy)
+        gradients = backward(norm, mine, has_bias=case.has_bias)
+        (ran,) = small_device.run()
+        results = forward(norm, mine)
+        (ran_forward,) = small_device.run()
+        itemsize = tensors.x.dtype.itemsize
+        for words, gaps in ((ran, (x_gap, dy_gap)), (ran_forward, (x_gap,))):
+            leaves = any((columns + gap) * itemsize % 128 for gap in gaps) or start * itemsize % 32
+            assert ("OFF_LINES=1" in words) == bool(leaves), (words, x_gap, dy_gap, start)
+        found.append(tuple(values(array).copy() for array in (gradients[0], *results)))
+        assert_same_bits(found[-1], found[0])
+        check_backward(case, tensors, tuple(values(array).copy() for array in gradients))
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
     ("rows", "columns", "types", "row_blocks", "column_blocks", "column_threads"),
@@ -425,6 +466,10 @@ def walkers_sum_columns(monkeypatch: pytest.MonkeyPatch) -> None:
         (9, 131080, "float32", 66, 2, 33, False),
         (7, 262152, "bfloat16", 65, 1, 65, False),  # three
         (5, 262152, "float32", 98, 1, 98, False),  # all four
+        # off 16 bytes: single columns, four an access
+        (23, 81931, "bfloat16", 22, 2, 11, False),
+        (9, 131076, "bfloat16", 34, 2, 17, False),
+        (5, 131073, "float32", 66, 2, 33, False),
     ],
 )
 def test_gangs(

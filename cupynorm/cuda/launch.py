@@ -34,7 +34,7 @@ _current_stream = cupy.cuda.get_current_stream
 class Backward:
     """A backward problem on the current device, ready to run on any addresses.
 
-    How far behind multiples of 16 the addresses lie is known: `offsets` of x, dy and dx, `w_offsets` of w,
+    How far behind multiples of START_BYTES the addresses lie is known: `offsets` of x, dy and dx, `w_offsets` of w,
     `sums_offsets` of dw and db.
     """
 
@@ -49,8 +49,8 @@ class Backward:
         self._widened_bytes = problem.columns * problem.compute_dtype.itemsize if self._widen_w else 0
         device_id = cupy.cuda.runtime.getDevice()
         alignment, odd = _alignment(problem, offsets, w_offsets), _odd_access(problem, offsets)
-        configure = functools.partial(choose.backward_config, problem, alignment, odd=odd)
-        sums_aligned = not any(sums_offsets)
+        configure = functools.partial(choose.backward_config, problem, alignment, odd=odd, start=_start(offsets))
+        sums_aligned = not _off_16(sums_offsets)
         config, main, device = _fitting(configure, _backward_main, device_of(device_id))
         few = choose.few_rows_blocks(config, problem, sums_aligned, device)
         if few:
@@ -196,7 +196,7 @@ class Backward:
 class Forward:
     """A forward problem on the current device, ready to run on any addresses.
 
-    How far behind multiples of 16 the addresses lie is known: `offsets` of x and y, `w_offsets` of w and b.
+    How far behind multiples of START_BYTES the addresses lie is known: `offsets` of x and y, `w_offsets` of w and b.
     """
 
     def __init__(self, problem: NormProblem, offsets: Sequence[int], w_offsets: Sequence[int]) -> None:
@@ -205,7 +205,7 @@ class Forward:
             return
         device_id = cupy.cuda.runtime.getDevice()
         alignment, odd = _alignment(problem, offsets, w_offsets), _odd_access(problem, offsets)
-        configure = functools.partial(choose.forward_config, problem, alignment, odd=odd)
+        configure = functools.partial(choose.forward_config, problem, alignment, odd=odd, start=_start(offsets))
         config, main, device = _fitting(configure, _forward_main, device_of(device_id))
         if few := choose.forward_few_rows(config, problem, device):
             self._launch = Launch(_kernel("forward_few_rows", few.definitions), few.threads).over(few.blocks)
@@ -436,9 +436,19 @@ def _alignment(problem: NormProblem, offsets: Sequence[int], w_offsets: Sequence
     x_itemsize = problem.x_dtype.itemsize
     dy_itemsize = problem.dy_dtype.itemsize if problem.dy_dtype is not None else 0
     bits = problem.x_row_stride * x_itemsize | problem.out_row_stride * x_itemsize
-    bits |= problem.dy_row_stride * dy_itemsize | (8 if any(w_offsets) else 16)
+    bits |= problem.dy_row_stride * dy_itemsize | (8 if _off_16(w_offsets) else 16)
     bits = functools.reduce(operator.or_, offsets, bits)
     return bits & -bits
+
+
+def _off_16(offsets: Sequence[int]) -> bool:
+    """Whether some address is no multiple of 16."""
+    return any(offset % 16 for offset in offsets)
+
+
+def _start(offsets: Sequence[int]) -> int:
+    """Of what is read, from multiples of START_BYTES, all bits together."""
+    return functools.reduce(operator.or_, offsets[:-1])
 
 
 def _odd_access(problem: NormProblem, offsets: Sequence[int]) -> choose.Access:

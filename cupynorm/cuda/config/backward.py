@@ -40,12 +40,16 @@ from .common import (
     in_whole_warps,
     is_short,
     kernels_sum_db,
+    leaves_lines,
+    may_leave_lines,
+    most_teams,
     name_of,
     odd_slack_bytes,
     odd_span,
     of_choice,
     part_bytes,
     part_definitions,
+    place_bytes,
     reserved_definitions,
     reserved_of,
     rows_share_copies,
@@ -147,7 +151,7 @@ FAST_LARGE_CLUSTER_LEAST_BYTES = 14 << 10
 
 # A block's columns of x and dy together, at most: 32 columns a thread for 256 threads, in float32 for 128. They begin
 # at whole lines of memory: else, 1 GB, an H100, RMSNorm, 262144 in gangs of 33 blocks, 339 → 359 us.
-GANG_STEP_BYTES, GANG_COLUMNS_PER_THREAD, GANG_UNIT = 32 << 10, 32, 64
+GANG_STEP_BYTES, GANG_COLUMNS_PER_THREAD = 32 << 10, 32
 
 # Where gangs of the fewest blocks would leave more of the multiprocessors without work, they have more blocks, with
 # fewer columns each (an H100, 1 GB, LayerNorm, 400000: 418.6 → 406.2 us).
@@ -176,9 +180,11 @@ MANY_WARPS, MANY_WARPS_LEAST_STEPS = 12, 12
 WIDENING_ARGUMENTS = "2P2i"  # struct WideningArguments in widen_w.cu
 
 
-def backward_config(problem: NormProblem, alignment: int, device: Device, odd: Access = ODD_IN_WORDS) -> BackwardConfig:
+def backward_config(
+    problem: NormProblem, alignment: int, device: Device, odd: Access = ODD_IN_WORDS, start: int = 0
+) -> BackwardConfig:
     """Choose the backward kernels, where every row of x, dy and dx starts at a multiple of `alignment` bytes: of 16, or
-    of a lower power of two; `odd` is what odd rows' starts allow."""
+    of a lower power of two; `odd` is what odd rows' starts allow, `start` that of leaves_lines()."""
     x, dy = problem.x_dtype.name, name_of(problem.dy_dtype)
     vector = vector_width(x, dy) if alignment == 16 and problem.columns % vector_width(x, dy) == 0 else 1
     access = access_of(problem, vector > 1, alignment, device)
@@ -186,7 +192,7 @@ def backward_config(problem: NormProblem, alignment: int, device: Device, odd: A
     per_thread = columns_per_thread(x)
     outer_bytes = _column_sums_bytes(problem, per_thread)
 
-    if device.has_clusters and (staged := _staged(problem, vector > 1, access, definitions, device, odd)):
+    if device.has_clusters and (staged := _staged(problem, vector > 1, access, definitions, device, odd, start)):
         sums = problem.want_dw or problem.want_db
         return staged if sums else staged._replace(definitions=for_dx_alone(staged.definitions, paced=True))
     if problem.columns <= WARP * per_thread:
@@ -250,7 +256,13 @@ def _ahead_bytes(x: str, slab: int) -> int:
 
 
 def _staged(
-    problem: NormProblem, vector: bool, access: Access, definitions: tuple[str, ...], device: Device, odd: Access
+    problem: NormProblem,
+    vector: bool,
+    access: Access,
+    definitions: tuple[str, ...],
+    device: Device,
+    odd: Access,
+    start: int,
 ) -> BackwardConfig | None:
     """The smallest cluster whose blocks have room for a ring of enough rows, else a gang; None where there is neither.
 
@@ -263,7 +275,7 @@ def _staged(
     gaps = small and have_gaps(problem, *strides)
     if small and not several:
         return None
-    gangs = may_form_gangs(name, dy_name, vector, device)
+    gangs = may_form_gangs(name, dy_name, device)
     kind = (problem.norm, name, dy_name, kernels_sum_db(problem), vector)
     for cluster in CLUSTERS:
         slab = slab_of(problem.columns, cluster, width)
@@ -281,15 +293,17 @@ def _staged(
             held = STAGED_FILLING_COLUMNS, held[1]
         full = _fills_pairs(slab, held) if access in ODD else slab == held[0] * held[1]
         paced = may_keep_pace(kind, access, held, cluster, full, device)
-        split = _Split(kind, *held, cluster, slab, several and cluster == 1, gaps, paced, access, odd)
+        split = _Split(kind, *held, cluster, slab, several and cluster == 1, gaps, paced, access, odd, start)
         if config := _staged_blocks(problem, split, definitions, device):
             return config
-    return _gang(problem, definitions, device) if gangs and not small else None
+    return _gang(problem, width, access, definitions, device, start) if gangs and not small else None
 
 
-def _gang(problem: NormProblem, definitions: tuple[str, ...], device: Device) -> BackwardConfig | None:
+def _gang(
+    problem: NormProblem, width: int, access: Access, definitions: tuple[str, ...], device: Device, start: int
+) -> BackwardConfig | None:
     """As many blocks as the row needs, one on a multiprocessor, or as there are; None where these are too few."""
-    x = problem.x_dtype.name
+    x, vector = problem.x_dtype.name, width > 1
     most_columns = GANG_STEP_BYTES // (2 * ITEMSIZE[x])
     blocks, threads = divide_up(problem.columns, most_columns), most_columns // GANG_COLUMNS_PER_THREAD
     most_blocks = min(device.multiprocessors, threads)
@@ -298,16 +312,18 @@ def _gang(problem: NormProblem, definitions: tuple[str, ...], device: Device) ->
     gangs = device.multiprocessors // blocks
     if gangs * blocks < GANG_LEAST_PART * device.multiprocessors:
         blocks = min(most_blocks, device.multiprocessors // gangs)
-    slab = divide_up(divide_up(problem.columns, blocks), GANG_UNIT) * GANG_UNIT
+    slab = slab_of(problem.columns, blocks, width)
     blocks = divide_up(problem.columns, slab)
+    strides = (stride * ITEMSIZE[x] for stride in (problem.x_row_stride, problem.dy_row_stride))
+    off_lines = vector and leaves_lines(start, *strides)
     outer_bytes = _column_sums_bytes(problem, GANG_COLUMNS_PER_THREAD) * threads
-    step_bytes = 2 * part_bytes(x, True, slab)
+    step_bytes = 2 * part_bytes(x, vector, slab, off_lines * most_teams(x, GANG_COLUMNS_PER_THREAD, 1))
     room = device.shared_bytes - staged_static_bytes(x, 1) - outer_bytes
     if GANG_STAGES * step_bytes > room:
         return None
     return BackwardConfig(
         route="staged",
-        definitions=(*definitions, *gang_definitions()),
+        definitions=(*definitions, *gang_definitions(access, off_lines)),
         threads=threads,
         group_threads=threads,
         slab_columns=slab,
@@ -321,9 +337,9 @@ def _gang(problem: NormProblem, definitions: tuple[str, ...], device: Device) ->
     )
 
 
-def may_form_gangs(x: str, dy: str, vector: bool, device: Device) -> bool:
-    """Whether there are gangs beside clusters of over eight. Mixed types and rows off 16 bytes were not tried."""
-    return vector and x == dy and ITEMSIZE[x] <= 4 and device.has_large_shared_memory
+def may_form_gangs(x: str, dy: str, device: Device) -> bool:
+    """Whether there are gangs beside clusters of over eight. Mixed types were not tried."""
+    return x == dy and ITEMSIZE[x] <= 4 and device.has_large_shared_memory
 
 
 def _leaves_to_gangs(cluster: int, slab_bytes: int, device: Device) -> bool:
@@ -332,8 +348,10 @@ def _leaves_to_gangs(cluster: int, slab_bytes: int, device: Device) -> bool:
     return large and (device.has_slow_memory or slab_bytes < FAST_LARGE_CLUSTER_LEAST_BYTES)
 
 
-def gang_definitions() -> tuple[str, ...]:
-    return (*staged_definitions(GANG_COLUMNS_PER_THREAD, 1, part=False, paced=True), "GANG=1")
+def gang_definitions(access: Access, off_lines: bool) -> tuple[str, ...]:
+    of_block = GANG_COLUMNS_PER_THREAD, 1
+    staged = staged_definitions(*of_block, part=False, paced=True, access=access, off_lines=off_lines)
+    return (*staged, "GANG=1")
 
 
 class _Split(NamedTuple):
@@ -349,6 +367,7 @@ class _Split(NamedTuple):
     paced: bool  # in long launches
     access: Access  # where rows do not come in vectors
     odd: Access  # what odd rows' starts allow
+    start: int  # of leaves_lines()
 
 
 def _staged_blocks(
@@ -376,7 +395,7 @@ def _staged_config(
     problem: NormProblem, split: _Split, definitions: tuple[str, ...], device: Device, largest: bool = False
 ) -> BackwardConfig | None:
     """Of what has room, the largest block that pays, or the `largest`, and then as many as there may be; else None."""
-    kind, per_thread, group, cluster, slab, several, gaps, paced, access, odd = split
+    kind, per_thread, group, cluster, slab, several, gaps, paced, access, odd, start = split
     _, name, dy_name, _, vector = kind
 
     def most_threads(keeps_pace: bool) -> int:
@@ -393,8 +412,9 @@ def _staged_config(
     for groups, blocks in pairs:
         threads = groups * group
         outer_bytes = _column_sums_bytes(problem, per_thread) * threads
-        parts = (name, problem.x_row_stride), (dy_name, problem.dy_row_stride)
-        step_bytes = sum(part_bytes(part, vector, (groups - 1) * stride + slab) for part, stride in parts)
+        strides = (name, problem.x_row_stride), (dy_name, problem.dy_row_stride)
+        parts = [(part, (groups - 1) * stride + slab) for part, stride in strides]
+        step_bytes = place_bytes(vector, *parts)
         long = at_least(least_steps, groups, usual_clusters(cluster, device) * blocks)
         keeps_pace = paced and long
         too_large = limited and blocks * STAGED_LEAST_STAGES * step_bytes > STAGED_MOST_RING_BYTES
@@ -406,15 +426,20 @@ def _staged_config(
         stages = min(room // step_bytes, STAGED_MOST_STAGES)
         if stages < STAGED_LEAST_STAGES:
             continue
+        leaves = leaves_lines(start, *(groups * stride * ITEMSIZE[part] for part, stride in strides))
+        off_lines_bytes = place_bytes(vector, *parts, teams=most_teams(name, per_thread, cluster))
+        off_lines = leaves and may_leave_lines(name, dy_name, (per_thread, group), vector, device)
+        off_lines = off_lines and STAGED_LEAST_STAGES * off_lines_bytes <= room
+        ring_step_bytes = off_lines_bytes if off_lines else step_bytes
         wanted_bytes = _ring_bytes(kind, per_thread, cluster, groups, blocks, keeps_pace)
         least = STAGED_LEAST_STAGES + _takes_a_stage_more(split, device)
-        stages = min(stages, max(least, wanted_bytes // (blocks * step_bytes)))
+        stages = min(stages, room // ring_step_bytes, max(least, wanted_bytes // (blocks * step_bytes)))
         part = takes_part(name, (per_thread, group))
         least_columns = problem.columns - (cluster - 1) * slab
         short = not part and access not in ODD and has_short_rows(name, vector, per_thread, least_columns)
         access = odd if access in ODD else access
-        staged = staged_definitions(per_thread, cluster, part, paced, short, gaps, access=access)
-        ring_bytes = step_bytes * stages + slack
+        staged = staged_definitions(per_thread, cluster, part, paced, short, gaps, access=access, off_lines=off_lines)
+        ring_bytes = ring_step_bytes * stages + slack
         least_bytes = device.shared_bytes // (blocks + 1)  # so that no more blocks fit
         return BackwardConfig(
             route="staged",

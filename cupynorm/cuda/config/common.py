@@ -12,9 +12,11 @@ from ...problem import NormProblem
 WARP = 32
 CLUSTERS = (1, 2, 4, 8, 16)
 STAGED_MOST_TEAMS = 4  # kMaxTeams
+MANY_COLUMNS_BYTES = 160  # kManyColumns of columns.cuh: more than these, as the arithmetic has a thread's columns
 STAGED_MAX_THREADS = 256  # kMaxThreads of staged.cuh: what leaves a thread the registers that it needs
 STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
 DX_ALONE = "DX_ALONE=1"  # a definition of backward_staged.cu
+OFF_LINES = "OFF_LINES=1"  # and of staged.cuh
 
 # Columns a thread where a row takes whole warps, by whether in vectors and by the arithmetic's type. Several, so that
 # rows of any length fill the lanes of 1, 2, 4 or 8 warps; more off 16 bytes, where lanes without a column take as
@@ -47,6 +49,11 @@ NARROW_LONG_ITEMSIZE = 2
 # 227; backward, by three stages, 289 → 291, RMSNorm 278 → 272, but with gaps of one, 65536, 268 → 278).
 ODD_ITEMSIZE, ODD_LEAST_COLUMNS, ODD_MOST_CLUSTER = 2, 33, {"forward": 16, "backward": 4}
 ODD_SLACK_BYTES = 384  # three pairs of each lane of a warp
+
+# What the copy engine moves at once. Where not all steps of a ring begin at such a line, rows of whole warps in vectors
+# have kernels of their own (OFF_LINES of staged.cuh); and of several blocks that share such a row each has whole lines
+# (1 GB, 65472, with 8184 columns a block and 8192: 271.7, 239.6 us).
+LINE_BYTES, SLAB_UNIT = 128, 64
 
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48  # of a walker
@@ -316,10 +323,24 @@ def data_bytes(problem: NormProblem) -> int:
 Kind = tuple[str, str, str, bool, bool]  # norm, types of x and dy, whether db is summed, whether in vectors
 
 
-def slab_of(columns: int, cluster: int, width: int) -> int:
-    """Columns of a block: whole vectors, and in a cluster so that each block's columns of w start at 16 bytes."""
-    unit = max(width, 8) if cluster > 1 else width
-    return divide_up(divide_up(columns, cluster), unit) * unit
+def slab_of(columns: int, blocks: int, width: int) -> int:
+    """Columns of a block: of one whole vectors, of several that share a row whole lines, off 16 bytes so that each
+    block's columns of w start at multiples of these."""
+    unit = width if blocks == 1 else SLAB_UNIT if width > 1 else 8
+    return divide_up(divide_up(columns, blocks), unit) * unit
+
+
+def may_leave_lines(x: str, dy: str, held: tuple[int, int], vector: bool, device: Device) -> bool:
+    """Whether there are kernels with OFF_LINES: of rows of whole warps, of one type of 16 or 32 bits. They are taken
+    where their ring has room beside what else is chosen, as no bits may hang on it. `held` is what staged_threads()
+    chose."""
+    return vector and x == dy and ITEMSIZE[x] <= 4 and has_whole_warps(x, held) and device.has_large_shared_memory
+
+
+def leaves_lines(start: int, *strides: int) -> bool:
+    """Whether steps do not all begin at whole lines, by the bytes from one to the next, in x and in dy; `start`: from a
+    line to x and to dy, as far as it is known."""
+    return any(distance % LINE_BYTES for distance in (start, *strides))
 
 
 Choice = tuple[tuple[int, ...], ...]  # columns a thread, those to be preferred first
@@ -417,9 +438,23 @@ def _lanes(columns: int, per_thread: int) -> int:
     return _power_of_two_at_least(divide_up(columns, per_thread), WARP)
 
 
-def part_bytes(name: str, vector: bool, elements: int) -> int:
-    """RingPart::part_bytes of staged.cuh."""
-    return divide_up(elements * ITEMSIZE[name] + (0 if vector else 128), 128) * 128
+def part_bytes(name: str, vector: bool, elements: int, teams: int = 0) -> int:
+    """RingPart::part_bytes of staged.cuh, of so many teams whose parts may begin anywhere in a line."""
+    lead_bytes = LINE_BYTES * (teams if vector else 1)
+    return divide_up(elements * ITEMSIZE[name] + lead_bytes, LINE_BYTES) * LINE_BYTES
+
+
+def place_bytes(vector: bool, *parts: tuple[str, int], teams: int = 0) -> int:
+    """The same of a place in the ring, by the parts' types and elements."""
+    return sum(part_bytes(name, vector, elements, teams) for name, elements in parts)
+
+
+def most_teams(x: str, per_thread: int, cluster: int) -> int:
+    """kMaxTeams of staged.cuh, of rows of whole warps in vectors."""
+    bytes_of_thread = per_thread * compute_itemsize(x)
+    if bytes_of_thread < LINE_BYTES or (cluster == CLUSTERS[-1] and bytes_of_thread <= MANY_COLUMNS_BYTES):
+        return 1
+    return STAGED_MOST_TEAMS if bytes_of_thread % LINE_BYTES == 0 else STAGED_MOST_TEAMS // 2
 
 
 def triad_definitions(x_name: str, streaming: bool) -> tuple[str, ...]:
@@ -435,8 +470,15 @@ def staged_definitions(
     gaps: bool = False,
     draws: bool = False,
     access: Access = SINGLE,
+    off_lines: bool = False,
 ) -> tuple[str, ...]:
-    switches = {"PACED=1": paced, "SHORT_ROWS=1": short, "ROW_GAPS=1": gaps, "DRAW_SHORT_ROWS=1": draws}
+    switches = {
+        "PACED=1": paced,
+        "SHORT_ROWS=1": short,
+        "ROW_GAPS=1": gaps,
+        "DRAW_SHORT_ROWS=1": draws,
+        OFF_LINES: off_lines,
+    }
     others = (definition for definition, on in switches.items() if on)
     of_block = f"COLUMNS_PER_THREAD={per_thread}", f"CLUSTER={cluster}"
     return *of_block, *part_definitions(part), *others, *access.definitions

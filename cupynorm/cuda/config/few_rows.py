@@ -9,6 +9,7 @@ from .column_blocks import COLUMN_BLOCKS, SECTOR_BYTES
 from .common import (
     DX_ALONE,
     ITEMSIZE,
+    OFF_LINES,
     STAGED_MAX_THREADS,
     WARP,
     BackwardConfig,
@@ -89,7 +90,7 @@ def few_rows_definitions(config: BackwardConfig) -> tuple[str, ...] | None:
 
 def few_rows_definitions_of(definitions: tuple[str, ...], own: int) -> tuple[str, ...]:
     """Where backward_staged.cu has these, and a thread so many vectors of a row."""
-    kept = (text for text in definitions if text not in ("PACED=1", "ROW_GAPS=1", DX_ALONE))
+    kept = (text for text in definitions if text not in ("PACED=1", "ROW_GAPS=1", OFF_LINES, DX_ALONE))
     layout = FEW_ROWS_ARGUMENTS[compute_name(_types(definitions)[0])]
     return (*kept, f"VECTORS_A_THREAD={own}", f"FEW_ROWS_{argument_bytes(layout)}")
 
@@ -230,7 +231,7 @@ def forward_few_rows_definitions(definitions: tuple[str, ...]) -> tuple[str, ...
     """Of the kernel for few rows where forward_staged.cu has these, the same for any M; None where there is none."""
     if not {"VECTOR=1", "CLUSTER=1"} <= set(definitions):
         return None
-    return tuple(text for text in definitions if text not in ("ROW_GAPS=1", "DRAW_SHORT_ROWS=1"))
+    return tuple(text for text in definitions if text not in ("ROW_GAPS=1", "DRAW_SHORT_ROWS=1", OFF_LINES))
 
 
 def forward_few_rows(config: ForwardConfig, problem: NormProblem, device: Device) -> ForwardFewRows | None:

@@ -31,6 +31,9 @@ from .common import (
     have_gaps,
     in_whole_warps,
     is_short,
+    leaves_lines,
+    may_leave_lines,
+    most_teams,
     odd_slack_bytes,
     of_choice,
     part_bytes,
@@ -324,14 +327,16 @@ def _forward_lead(norm: str, per_thread: int, cluster: int, device: Device) -> i
     return LEAD_FORWARD_40_48[slow][norm][cluster > 2] if per_thread in PACED_FORWARD_COLUMNS else LEAD_FORWARD[slow]
 
 
-def forward_config(problem: NormProblem, alignment: int, device: Device, odd: Access = ODD_IN_WORDS) -> ForwardConfig:
-    """Choose the forward kernel; every row of x and y starts at a multiple of `alignment` bytes; `odd`: both as in
-    the backward pass."""
+def forward_config(
+    problem: NormProblem, alignment: int, device: Device, odd: Access = ODD_IN_WORDS, start: int = 0
+) -> ForwardConfig:
+    """Choose the forward kernel; every row of x and y starts at a multiple of `alignment` bytes; `odd` and `start`: all
+    as in the backward pass."""
     x = problem.x_dtype.name
     vector = vector_width(x) if alignment == 16 and problem.columns % vector_width(x) == 0 else 1
     access = access_of(problem, vector > 1, alignment, device)
     definitions = forward_definitions(problem.norm, x, vector > 1, reserved_of(problem))
-    if device.has_clusters and (staged := _forward_staged(problem, vector, access, definitions, device, odd)):
+    if device.has_clusters and (staged := _forward_staged(problem, vector, access, definitions, device, odd, start)):
         return staged
     per_thread = columns_per_thread(x)
     if problem.columns <= WARP * per_thread:
@@ -359,7 +364,13 @@ def forward_max_threads(vector: bool) -> int:
 
 
 def _forward_staged(
-    problem: NormProblem, vector: int, access: Access, definitions: tuple[str, ...], device: Device, odd: Access
+    problem: NormProblem,
+    vector: int,
+    access: Access,
+    definitions: tuple[str, ...],
+    device: Device,
+    odd: Access,
+    start: int,
 ) -> ForwardConfig | None:
     """The smallest cluster whose blocks have room for a ring; None where not even the largest has, or for large gaps.
 
@@ -388,7 +399,11 @@ def _forward_staged(
         block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
         groups = groups_in_block(block_threads, group, problem.rows) if cluster == 1 and several else 1
         threads = groups * group
-        step_bytes = part_bytes(name, vector > 1, (groups - 1) * stride + slab)
+        elements, teams = (groups - 1) * stride + slab, most_teams(name, per_thread, cluster)
+        step_bytes = part_bytes(name, vector > 1, elements)
+        off_lines_bytes = part_bytes(name, vector > 1, elements, teams)
+        leaves = leaves_lines(start, groups * stride * ITEMSIZE[name])
+        leaves = leaves and may_leave_lines(name, name, held, vector > 1, device)
         b_bytes = threads * per_thread * compute_itemsize(name) if b_in_shared else 0
         static_bytes = staged_static_bytes(name, cluster) + b_bytes
         slack = odd_slack_bytes(access)
@@ -400,15 +415,25 @@ def _forward_staged(
                 walkers = usual_clusters(cluster, device) * blocks
                 few_steps = not takes_at_least(problem.rows, FORWARD_SHORT_STEPS, groups, walkers)
                 wanted = _wanted_stages(problem, vector, groups, walkers, blocks * step_bytes, device)
-                stages = min(stages, max(_forward_least_stages(problem.norm, name, held, cluster, few_steps), wanted))
-                shared_bytes = b_bytes + min(step_bytes * stages + w_bytes, room) + slack
+                off_lines = leaves and FORWARD_STAGED_LEAST_STAGES * off_lines_bytes <= room
+                ring_step_bytes = off_lines_bytes if off_lines else step_bytes
+                wanted = max(_forward_least_stages(problem.norm, name, held, cluster, few_steps), wanted)
+                stages = min(stages, room // ring_step_bytes, wanted)
+                shared_bytes = b_bytes + min(ring_step_bytes * stages + w_bytes, room) + slack
                 full = slab == per_thread * group
                 paced = forward_keeps_pace(problem.norm, name, held, cluster, vector > 1, full, device)
                 draws_short = _draws_short_rows(problem, vector, held, gaps, device)
                 part = takes_part(name, held)
                 access = odd if access in ODD else access
                 staged = staged_definitions(
-                    per_thread, cluster, part, paced, gaps=gaps, draws=draws_short, access=access
+                    per_thread,
+                    cluster,
+                    part,
+                    paced,
+                    gaps=gaps,
+                    draws=draws_short,
+                    access=access,
+                    off_lines=off_lines,
                 )
                 least_drawn = DRAWN_LEAST_STEPS[blocks == 1 or vector == 1]
                 # kDraws of forward_staged.cu

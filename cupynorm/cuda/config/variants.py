@@ -40,6 +40,7 @@ from .common import (
     compute_name,
     for_dx_alone,
     has_long_rows,
+    may_leave_lines,
     staged_choice,
     staged_definitions,
     triad_definitions,
@@ -89,7 +90,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, True))
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
         short_of = functools.partial(has_short_rows, x, vector)
-        of_staged = functools.partial(_staged_variants, "backward_staged", definitions, x, device, choices)
+        leaves = functools.partial(may_leave_lines, x, dy, vector=vector, device=device)
+        of_staged = functools.partial(_staged_variants, "backward", definitions, x, device, choices, leaves)
         summing = [*of_staged(parts, SINGLE, functools.partial(may_keep_pace, kind, SINGLE), short_of)]
         for access in accesses(x, dy, vector, device):
             parts = part_of_warp_lanes(x, vector, access, choices(1, device), device)
@@ -98,8 +100,11 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
                 part = per_thread in parts
                 direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, part, access=access))
                 yield Variant("backward_direct.cu", ("backward_direct",), direct)
-        if may_form_gangs(x, dy, vector, device):
-            summing.append(Variant("backward_staged.cu", ("backward_staged",), (*definitions, *gang_definitions())))
+        of_gangs = [SINGLE, *(a for a in accesses(x, dy, vector, device) if a not in ODD and has_long_rows(x, a))]
+        for access, off_lines in product(of_gangs, (False, True) if vector else (False,)):
+            if may_form_gangs(x, dy, device):
+                gang = (*definitions, *gang_definitions(access, off_lines))
+                summing.append(Variant("backward_staged.cu", ("backward_staged",), gang))
         yield from summing
         # dx alone asks for kernels that sum db only where x and dy differ in type (kernels_sum_db).
         of_pace = (False,) if want_db and x == dy else (False, True)
@@ -131,8 +136,9 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         many: list[Variant] = []
         for access in (SINGLE, *accesses(x, None, vector, device)):
             parts = forward_part_of_warp_lanes(x, vector, access, choices(1, device), device)
+            leaves = functools.partial(may_leave_lines, x, x, vector=vector, device=device)
             of_rows = parts, access, paced, lambda *_: False
-            many += _staged_variants("forward_staged", definitions, x, device, choices, *of_rows)
+            many += _staged_variants("forward", definitions, x, device, choices, leaves, *of_rows)
             for per_thread in (columns_per_thread(x), *parts) if access != SINGLE and _may_be_direct(access) else ():
                 direct = (*definitions, *direct_forward_definitions(per_thread, per_thread in parts, access))
                 yield Variant("forward.cu", ("forward_direct",), direct)
@@ -170,25 +176,26 @@ def _few_rows_definitions(definitions: tuple[str, ...]) -> Iterator[tuple[str, .
 
 
 def _staged_variants(
-    kernel: str,
+    direction: str,
     definitions: tuple[str, ...],
     x: str,
     device: Device,
     choice_of: Callable[[int, Device], Choice],
+    leaves_lines: Callable[[tuple[int, int]], bool],
     parts: PartLanes,
     access: Access,
     paced_of: Callable[[tuple[int, int], int, bool, Device], bool],
     short_of: Callable[[int, int], bool],
 ) -> Iterator[Variant]:
-    """One for every pair of columns a thread and blocks a cluster, two where only some rows keep pace, are short, or
-    have gaps between them."""
+    """One for every pair of columns a thread and blocks a cluster, two where only some rows keep pace, are short, have
+    gaps between them, or leave whole lines."""
     if not device.has_clusters:
         return
     devices = device, device._replace(memory_gbps=1)  # memory as fast as it may be, and slow
     clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
     pairs = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
     if access in ODD:
-        pairs = {(n, cluster) for n, cluster in pairs if cluster <= ODD_MOST_CLUSTER[kernel.removesuffix("_staged")]}
+        pairs = {(n, cluster) for n, cluster in pairs if cluster <= ODD_MOST_CLUSTER[direction]}
     pairs = pairs if has_long_rows(x, access) else set()
     wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
     for per_thread, cluster, part in sorted(wholes | {(n, 1, True) for n in parts}):
@@ -203,6 +210,10 @@ def _staged_variants(
         least_columns = (1, fills_warp) if cluster == 1 and not part else (fills_warp,)
         shorts = sorted({access not in ODD and short_of(per_thread, n) for n in least_columns})
         gaps = (False, True) if warp_or_less and cluster == 1 else (False,)
-        for paced, short, gap in product(sorted(paces), shorts, gaps):
-            staged = staged_definitions(per_thread, cluster, part, paced, short, gap, access=access)
+        lines = (False, True) if any(leaves_lines((per_thread, lanes)) for lanes in groups) else (False,)
+        kernel = f"{direction}_staged"
+        for paced, short, gap, off_lines in product(sorted(paces), shorts, gaps, lines):
+            staged = staged_definitions(
+                per_thread, cluster, part, paced, short, gap, access=access, off_lines=off_lines
+            )
             yield Variant(f"{kernel}.cu", (kernel,), (*definitions, *staged))
