@@ -344,9 +344,7 @@ def placed_from(xp: Any, array: Any, start: int) -> Any:
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("x", DTYPES)
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(1, 163841), (150, 163841), (2, 262150), (2, 262152), (100, 300000), (140, 66000)]
-)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 163841), (150, 163841), (2, 262150), (2, 262152), (140, 66000)])
 def test_rows_that_no_cluster_holds(norm: str, x: str, rows: int, columns: int) -> None:
     """Forward, swept over by one block of 1024 threads, by single elements and in vectors; 66000 of other types
     than float64 are still held."""
