@@ -12,7 +12,7 @@
 // on either side, in words that hold at least one byte of a row.
 //
 // The copy engine moves whole lines of 128 bytes. So where steps do not all begin at such (kOffLines), each lies as far from a
-// line's start in the ring as in memory: RMSNorm, N=8136, 1 GB, 274 us where it began at one, 241 so.
+// line's start in the ring as in memory: RMSNorm, N=8136, 1 GB, 275 us where it began at one, 242 so.
 //
 // Compile-time switches, beside COLUMNS_PER_THREAD and VECTOR:
 //   CLUSTER  blocks of a cluster                  GANG   1: rows are split over gangs, CLUSTER is 1
