@@ -770,7 +770,7 @@ def test_no_more_threads_at_once_than_kernels_have_registers_for(tmp_path: Path)
             f"#define VECTOR {int(vector)}",
             f"constexpr int kColumnsPerThread = {per_thread};",
             f"constexpr bool kWantDb = {int(db)}, kWholeWarps = {int(whole_warps)};",
-            f"constexpr bool kLayerNorm = {int(norm == 'layernorm')}, kSumsColumns = true;",
+            f"constexpr bool kLayerNorm = {int(norm == 'layernorm')}, kSumsColumns = true, kGang = false;",
             f"struct X {{ char bytes[{config.common.ITEMSIZE[x]}]; }};",
             f"struct Compute {{ char bytes[{config.common.compute_itemsize(x)}]; }};",
             constants,
@@ -787,7 +787,7 @@ def test_no_more_threads_at_once_than_kernels_have_registers_for(tmp_path: Path)
         device, kind = config.Device((capability, 0), 132, 232448), (norm, x, x, db, vector)
         assert config.backward._threads_at_once(kind, per_thread, device) <= int(most), case
         accesses = config.common.SINGLE, config.common.ODD_IN_WORDS
-        split = config.backward._Split(kind, per_thread, 32, 1, 32 * per_thread, True, False, False, *accesses)
+        split = config.backward._Split(kind, per_thread, 32, 1, 32 * per_thread, True, False, False, *accesses, start=0)
         if config.backward._takes_many_warps(split, device):
             assert int(most) == 32 * config.backward.MANY_WARPS, case
 
