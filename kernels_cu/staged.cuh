@@ -11,8 +11,8 @@
 // With VECTOR = 0 rows may start anywhere: the copy takes the 16-byte words that cover the rows, at most 15 bytes more
 // on either side, in words that hold at least one byte of a row.
 //
-// The copy engine moves whole lines of 128 bytes. So where steps do not all begin at such (kOffLines), each lies as far from a
-// line's start in the ring as in memory: RMSNorm, N=8136, 1 GB, 275 us where it began at one, 242 so.
+// The copy engine moves whole lines of 128 bytes (inferred, from times). So where steps do not all begin at such (kOffLines), each
+// lies as far from a line's start in the ring as in memory: RMSNorm, N=8136, 1 GB, 275 us where it began at one, 242 so.
 //
 // Compile-time switches, beside COLUMNS_PER_THREAD and VECTOR:
 //   CLUSTER  blocks of a cluster                  GANG   1: rows are split over gangs, CLUSTER is 1
@@ -204,8 +204,9 @@ template <class T, bool kHints> struct RingPart {
     __device__ int with_gaps(const BlockShare& share, int elements, int rows) const {
         return kHasGaps ? elements + (rows - 1) * (pitch(share) - share.columns) : elements;
     }
-    // From the first of the 16-byte words that cover the rows; of these.
+    // Bytes before the rows in the first of the 16-byte words that cover them.
     __device__ int before_words(int64 row) const { return VECTOR ? 0 : lead(row) % 16; }
+    // Of these words.
     __device__ int copy_bytes(int64 row, int elements) const {
         return (before_words(row) + elements * int(sizeof(T)) + 15) / 16 * 16;
     }

@@ -50,9 +50,9 @@ NARROW_LONG_ITEMSIZE = 2
 ODD_ITEMSIZE, ODD_LEAST_COLUMNS, ODD_MOST_CLUSTER = 2, 33, {"forward": 16, "backward": 4}
 ODD_SLACK_BYTES = 384  # three pairs of each lane of a warp
 
-# What the copy engine moves at once. Where not all steps of a ring begin at such a line, rows of whole warps in vectors
-# have kernels of their own (OFF_LINES of staged.cuh); and of several blocks that share such a row each has whole lines
-# (1 GB, 65472, with 8184 columns a block and 8192: 271.7, 239.6 us).
+# What the copy engine moves at once (inferred). Where not all steps of a ring begin at such a line, rows of whole warps
+# in vectors have kernels of their own (OFF_LINES of staged.cuh); and of several blocks that share such a row each has
+# whole lines (1 GB, 65472, with 8184 columns a block and 8192: 271.7, 239.6 us).
 LINE_BYTES, SLAB_UNIT = 128, 64
 
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
