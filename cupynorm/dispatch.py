@@ -16,6 +16,8 @@ from typing import Any
 from .arrays import Array, Layout, home_of, mixed_devices, way_in
 from .dlpack import contiguous_strides
 from .problem import (
+    START_BYTES_COUNT,
+    VECTOR_BYTES,
     ArraySpec,
     BackwardOperands,
     ForwardOperands,
@@ -123,6 +125,10 @@ def plan_of(operation: Operation, layouts: tuple[Layout | None, ...], *options: 
         **dict(zip(operation.options, options, strict=True)),
     )
     check_placement(operation.labels, specs, len(inputs))
+    # Plans take memory and time: no more of them than there are launches.
+    shared = tuple(map(_as_far_as_it_counts, operation.inputs + operation.outputs, layouts))
+    if shared != layouts:
+        return plan_of(operation, shared, *options)
     return Plan(operation, problem, specs, len(returned))
 
 
@@ -130,6 +136,13 @@ def _spec_of(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: Any
     if strides is None:
         strides = contiguous_strides(shape, dtype.itemsize)
     return ArraySpec(shape, strides, dtype, *others)
+
+
+def _as_far_as_it_counts(name: str, layout: Layout | None) -> Layout | None:
+    """That of any array which starts where kernels do not tell it from this one."""
+    if layout is None or name in START_BYTES_COUNT:
+        return layout
+    return *layout[:4], *(offset % VECTOR_BYTES for offset in layout[4:5]), *layout[5:]
 
 
 def _allocated_bytes(shape: tuple[int, ...], dtype: Any) -> int:

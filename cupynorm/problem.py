@@ -23,8 +23,9 @@ MOST_COLUMNS = 1 << 30  # a column's number, and twice as much, fits in 32 bits;
 FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
 
 
-# Kernels are chosen by where arrays start: 16 bytes are read at once, and in the second half of 32 others do better.
-START_BYTES = 32
+# Kernels are chosen by where arrays start: VECTOR_BYTES are read at once, and where of START_BYTES x or dy start in the
+# second half, others do better.
+VECTOR_BYTES, START_BYTES, START_BYTES_COUNT = 16, 32, ("x", "dy")
 
 
 class ArraySpec(NamedTuple):

@@ -110,6 +110,39 @@ def test_anything_else_gets_a_plan_of_its_own(device: FakeDevice, norm: str) -> 
             assert plans() == count, name
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_where_in_32_bytes_others_than_x_and_dy_start_makes_no_other_plan(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch, norm: str
+) -> None:
+    """No kernel hangs on it: parameters that are packed at multiples of 16 bytes share the launches of others."""
+    made: list[Any] = []
+    make = dispatch.Plan
+    monkeypatch.setattr(dispatch, "Plan", lambda *arguments: made.append(make(*arguments)) or made[-1])
+
+    def arrays(name: str, offset: int) -> Call:
+        if name == "out":
+            out = device.array((ROWS, COLUMNS), "float16", offset=offset), *results_of(device)[1:]
+            return {"out": (*out[:2], device.array((COLUMNS,), offset=offset))}
+        given = call_of(device, norm)[name]
+        return {name: device.array(given.shape, given.dtype, offset=offset)}
+
+    backward(norm, call_of(device, norm))
+    backward(norm, call_of(device, norm) | arrays("out", 0))
+    assert len(made) == 2
+    for names in ("w", "rstd", "out"), ("out",), ("w",), ("rstd",):
+        changes = {key: value for name in names for key, value in arrays(name, 16).items()}
+        dx, *_ = backward(norm, call_of(device, norm) | changes)
+        assert len(made) == 2, names
+        assert device.launched[-1].named().dx == dx.data.ptr
+    for count, (name, offset) in enumerate((("x", 16), ("dy", 16), ("w", 4), ("out", 4)), 3):
+        backward(norm, call_of(device, norm) | arrays(name, offset))
+        assert len(made) == count, name
+    memory, (dx, *_) = device.array((2 * COLUMNS,)), results_of(device)
+    overlapping = call_of(device, norm) | {"w": memory[4 : COLUMNS + 4], "out": (dx, memory[:COLUMNS], None)}
+    with pytest.raises(ValueError, match="overlaps"):
+        backward(norm, overlapping)
+
+
 def test_the_norms_do_not_share_plans(device: FakeDevice) -> None:
     x = device.array((ROWS, COLUMNS), "float16")
     assert len(cupynorm.rmsnorm_forward(x, eps=1e-5)) == 2
