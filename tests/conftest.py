@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     path, parts = config.getoption("--gpu-record"), config.getoption("--gpu-record-has")
-    if path is None:
+    if path is None or hasattr(config, "workerinput"):  # of pytest-xdist's workers, the process beside them records
         return
     if path.resolve() in [part.resolve() for part in parts]:
         raise pytest.UsageError(f"--gpu-record: {path} is a part that this run does not have")

@@ -6,8 +6,9 @@ what keeps a record from vouching for the tree that it lies in.
 
 Runs of parts, at the same time or one after the other, of whole files or functions, make one record together:
 ``python tests/gpu_record.py PART… > tests/gpu_record.json``. A run that is cut off leaves the record of the test
-functions that it was through with; ``pytest -m gpu --gpu-record REST --gpu-record-has PART`` runs the others. And where
-the fault is a test's, not the sources', a later run over the same sources, of all of that test function's cases, stands
+functions that it was through with; ``pytest -m gpu --gpu-record REST --gpu-record-has PART`` runs the others. Several
+processes may share a run's tests, ``-n 14`` with pytest-xdist, if only those with the mark are chosen. And where the
+fault is a test's, not the sources', a later run over the same sources, of all of that test function's cases, stands
 for what failed: ``--again LATER``; or the tree leaves those cases out, and the record names them: ``--gone``.
 """
 
@@ -26,6 +27,8 @@ from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(__file__).with_name("gpu_record.json")
@@ -169,8 +172,6 @@ def without_gone(record: dict[str, Any], nodeids: list[str]) -> dict[str, Any]:
 
 def functions_of(part: Path) -> list[str]:
     """The test functions in a record, which is to be of this tree's sources."""
-    import pytest
-
     try:
         record = json.loads(part.read_text())
         functions, digest = record["functions"], record["sources_sha256"]
@@ -206,6 +207,14 @@ class Recorder:
     def pytest_collection_finish(self, session: Any) -> None:
         self.collected = {item.nodeid for item in session.items if item.get_closest_marker("gpu")}
         self.left = Counter(map(function_name, self.collected))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """The same where pytest-xdist's workers run the tests: each has collected all of them, here none are. A worker
+        that takes the place of one that died comes later, and changes nothing."""
+        if not self.collected:
+            self.collected = set(ids)
+            self.left = Counter(map(function_name, ids))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.nodeid not in self.collected:

@@ -80,6 +80,19 @@ def report(recorder: Recorder, nodeid: str, when: str, outcome: str, longrepr: o
     recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, when=when, longrepr=longrepr, **flags))
 
 
+def test_the_recorder_beside_workers_that_run_the_tests(tmp_path) -> None:
+    """As pytest-xdist tells it: what each of the workers has collected, then which tests ran, in any order."""
+    recorder = Recorder(tmp_path / "record.json", {})
+    for _ in range(2):
+        recorder.pytest_xdist_node_collection_finished(ids=NODEIDS)
+    for nodeid in reversed(NODEIDS[:2]):
+        report(recorder, nodeid, "call", "passed")
+        recorder.pytest_runtest_logfinish(nodeid)
+    recorder.pytest_sessionfinish()
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert (record["collected"], record["passed"], record["functions"]) == (2, 2, ["test_a.py::test_one"])
+
+
 SKIPPED = ("file", 1, f"Skipped: {NEEDS_TWO_DEVICES}")
 
 
