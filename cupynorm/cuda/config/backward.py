@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+from itertools import product
 from typing import NamedTuple
 
 from ...problem import NormProblem
 from .column_blocks import has_column_blocks
 from .common import (
-    CLUSTERS,
     ITEMSIZE,
     LONG_LEAST_STEPS,
     ODD,
@@ -54,7 +54,8 @@ from .common import (
     reserved_of,
     rows_share_copies,
     short_row,
-    slab_of,
+    slabs,
+    splits,
     staged_choice,
     staged_definitions,
     staged_static_bytes,
@@ -109,8 +110,59 @@ STAGED_MOST_COLUMNS_LAYERNORM, STAGED_MOST_COLUMNS_CLUSTER = {40: 8448}, 2
 # Walkers keep pace (struct Pace of staged.cuh) in launches with so many steps of each and more (RMSNorm, 1 GB, 4096:
 # 246 → 242 us). LayerNorm from 12 on lost at some lengths.
 PACE_LEAST_STEPS = {"rmsnorm": 12, "layernorm": 24}
-PACED_PART_LEAST_THREADS = 8  # of a row: see may_keep_pace()
 PACED_NARROW_LEAST_COLUMNS = 32  # a thread, of several elements an access: LayerNorm, and odd rows of both norms
+
+# And where a block has at least such a part of the columns for which its lanes have room, but perhaps the last of a
+# cluster: with less of them a step takes as long, so that memory waits less, and walkers that wait for others lose. In
+# vectors, by norm and bytes of x's type, by columns a thread, of up to so many threads that share a row (1 GB,
+# LayerNorm, 4088: 249.7 → 241.7 us, 7680: 251.0 → 240.2, but 3056: 243.4 → 247.0; RMSNorm, 21600, 0.88 of it, 273.7 →
+# 253.0 without). LayerNorm keeps none with more threads, or other columns; RMSNorm does. The first table was timed
+# where memory is fast, with one type, and holds from compute capability 9.0 up to 12.0; the other elsewhere.
+Parts = dict[tuple[str, int], dict[int, tuple[tuple[int, float], ...]]]
+ALWAYS, AS_GOOD_AS_FULL, FULL, NEVER = 0.0, 0.99, 1.0, 2.0
+PACED_LEAST_PART: Parts = {
+    ("rmsnorm", 2): {
+        24: ((16, ALWAYS), (32, 0.8), (512, 0.92), (4096, 0.985)),
+        32: ((512, ALWAYS), (1024, 0.83), (2048, 0.86), (3584, NEVER), (4096, 0.95)),
+        40: ((1024, ALWAYS), (2048, 0.9)),
+    },
+    ("rmsnorm", 4): {
+        32: ((32, ALWAYS), (64, 0.9), (128, 0.8), (1024, ALWAYS), (1280, 0.88), (2048, ALWAYS), (2560, NEVER)),
+        40: ((256, ALWAYS), (512, 0.92)),
+    },
+    ("layernorm", 2): {
+        16: ((4096, ALWAYS),),
+        24: ((4, NEVER), (16, FULL), (32, 0.88), (128, FULL), (256, 0.965), (512, FULL)),
+        28: ((32, 0.87), (256, 0.925), (512, FULL)),
+        32: ((256, 0.87), (512, 0.855), (1024, 0.87), (2048, 0.965)),
+        40: ((2048, ALWAYS),),
+    },
+    ("layernorm", 4): {
+        16: ((4096, ALWAYS),),
+        24: ((128, 0.9), (1024, 0.95)),
+        28: ((512, ALWAYS),),
+        32: (
+            *((32, 0.8), (64, 0.94), (128, 0.87), (256, 0.8), (512, 0.82)),
+            *((1024, 0.93), (1280, 0.97), (1792, AS_GOOD_AS_FULL), (2560, NEVER), (4096, AS_GOOD_AS_FULL)),
+        ),
+        40: ((128, ALWAYS), (256, 0.8), (512, 0.98)),
+    },
+}
+SLOW_PACED_LEAST_PART: Parts = {
+    ("layernorm", 2): {
+        16: ((4096, ALWAYS),),
+        24: ((4, NEVER), (512, AS_GOOD_AS_FULL)),
+        28: ((512, AS_GOOD_AS_FULL),),
+        32: ((2048, AS_GOOD_AS_FULL),),
+        40: ((2048, ALWAYS),),
+    },
+    ("layernorm", 4): {
+        16: ((4096, ALWAYS),),
+        28: ((512, ALWAYS),),
+        32: ((4096, AS_GOOD_AS_FULL),),
+        40: ((128, ALWAYS), (512, AS_GOOD_AS_FULL)),
+    },
+}
 
 # Of odd rows of several warps: those with so many columns a thread, if few of their lanes are idle, and those with
 # PACED_NARROW_LEAST_COLUMNS of so many warps (1 GB, 7001, RMSNorm: 254.2 → 241.4 us, LayerNorm, which has 28 columns:
@@ -275,15 +327,13 @@ def _staged(
     gaps = small and have_gaps(problem, *strides)
     if small and not several:
         return None
-    gangs = may_form_gangs(name, dy_name, device)
+    gangs = not small and may_form_gangs(name, dy_name, device)
+    gang_of = functools.partial(_gang, problem, width, access, definitions, device, start)
     kind = (problem.norm, name, dy_name, kernels_sum_db(problem), vector)
-    for cluster in CLUSTERS:
-        slab = slab_of(problem.columns, cluster, width)
-        most = 1 if small else device.largest_cluster
-        if cluster > most or (cluster - 1) * slab >= problem.columns:
-            continue
-        if gangs and _leaves_to_gangs(cluster, slab * ITEMSIZE[name], device):
-            continue
+    most = 1 if small else device.largest_cluster
+    for cluster, slab in splits(problem.columns, most, width, name, dy_name, device):
+        if gangs and _leaves_to_gangs(cluster, slab * ITEMSIZE[name], device) and (gang := gang_of()):
+            return gang
         choice = staged_choice(name, dy_name, vector, cluster, device)
         parts = part_of_warp_lanes(name, vector, access, choice, device)
         held = short_row(name, slab, parts, access) if small else staged_threads(slab, choice, access)
@@ -291,12 +341,12 @@ def _staged(
             continue
         if may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, slab, held, name):
             held = STAGED_FILLING_COLUMNS, held[1]
-        full = _fills_pairs(slab, held) if access in ODD else slab == held[0] * held[1]
-        paced = may_keep_pace(kind, access, held, cluster, full, device)
+        part = float(_fills_pairs(slab, held)) if access in ODD else slab / (held[0] * held[1])
+        paced = may_keep_pace(kind, access, held, cluster, part, device)
         split = _Split(kind, *held, cluster, slab, several and cluster == 1, gaps, paced, access, odd, start)
         if config := _staged_blocks(problem, split, definitions, device):
             return config
-    return _gang(problem, width, access, definitions, device, start) if gangs and not small else None
+    return gang_of() if gangs else None
 
 
 def _gang(
@@ -304,6 +354,7 @@ def _gang(
 ) -> BackwardConfig | None:
     """As many blocks as the row needs, one on a multiprocessor, or as there are; None where these are too few."""
     x, vector = problem.x_dtype.name, width > 1
+    access = SINGLE if access in ODD else access
     most_columns = GANG_STEP_BYTES // (2 * ITEMSIZE[x])
     blocks, threads = divide_up(problem.columns, most_columns), most_columns // GANG_COLUMNS_PER_THREAD
     most_blocks = min(device.multiprocessors, threads)
@@ -312,7 +363,7 @@ def _gang(
     gangs = device.multiprocessors // blocks
     if gangs * blocks < GANG_LEAST_PART * device.multiprocessors:
         blocks = min(most_blocks, device.multiprocessors // gangs)
-    slab = slab_of(problem.columns, blocks, width)
+    slab = slabs(problem.columns, blocks, width, x, x, device)[0]
     blocks = divide_up(problem.columns, slab)
     strides = (stride * ITEMSIZE[x] for stride in (problem.x_row_stride, problem.dy_row_stride))
     off_lines = vector and leaves_lines(start, *strides)
@@ -408,13 +459,17 @@ def _staged_config(
     if _takes_many_warps(split, device) and at_least(MANY_WARPS_LEAST_STEPS, most_groups, device.multiprocessors):
         at_once = MANY_WARPS * WARP
     limited = vector and name == dy_name and at_least(LONG_LEAST_STEPS, most_groups, device.multiprocessors)
+    strides = (name, problem.x_row_stride), (dy_name, problem.dy_row_stride)
+    leaves = leaves_lines(start, *(stride * ITEMSIZE[part] for part, stride in strides))
+    leaves = leaves and may_leave_lines(name, dy_name, (per_thread, group), vector, device)
     pairs = [(g, b) for g in counts_to_try(most_groups) for b in counts_to_try(at_once // (g * group))]
-    for groups, blocks in pairs:
+    for off_lines, (groups, blocks) in product((True, False) if leaves else (False,), pairs):
         threads = groups * group
         outer_bytes = _column_sums_bytes(problem, per_thread) * threads
-        strides = (name, problem.x_row_stride), (dy_name, problem.dy_row_stride)
         parts = [(part, (groups - 1) * stride + slab) for part, stride in strides]
         step_bytes = place_bytes(vector, *parts)
+        teams = most_teams(name, per_thread, cluster) if off_lines else 0
+        ring_step_bytes = place_bytes(vector, *parts, teams=teams)
         long = at_least(least_steps, groups, usual_clusters(cluster, device) * blocks)
         keeps_pace = paced and long
         too_large = limited and blocks * STAGED_LEAST_STAGES * step_bytes > STAGED_MOST_RING_BYTES
@@ -423,17 +478,12 @@ def _staged_config(
             continue
         slack = odd_slack_bytes(access)
         room = device.shared_bytes // blocks - staged_static_bytes(name, cluster) - outer_bytes - slack
-        stages = min(room // step_bytes, STAGED_MOST_STAGES)
+        stages = min(room // ring_step_bytes, STAGED_MOST_STAGES)
         if stages < STAGED_LEAST_STAGES:
             continue
-        leaves = leaves_lines(start, *(groups * stride * ITEMSIZE[part] for part, stride in strides))
-        off_lines_bytes = place_bytes(vector, *parts, teams=most_teams(name, per_thread, cluster))
-        off_lines = leaves and may_leave_lines(name, dy_name, (per_thread, group), vector, device)
-        off_lines = off_lines and STAGED_LEAST_STAGES * off_lines_bytes <= room
-        ring_step_bytes = off_lines_bytes if off_lines else step_bytes
         wanted_bytes = _ring_bytes(kind, per_thread, cluster, groups, blocks, keeps_pace)
         least = STAGED_LEAST_STAGES + _takes_a_stage_more(split, device)
-        stages = min(stages, room // ring_step_bytes, max(least, wanted_bytes // (blocks * step_bytes)))
+        stages = min(stages, max(least, wanted_bytes // (blocks * step_bytes)))
         part = takes_part(name, (per_thread, group))
         least_columns = problem.columns - (cluster - 1) * slab
         short = not part and access not in ODD and has_short_rows(name, vector, per_thread, least_columns)
@@ -459,40 +509,43 @@ def _staged_config(
     return None
 
 
-def may_keep_pace(kind: Kind, access: Access, held: tuple[int, int], cluster: int, full: bool, device: Device) -> bool:
+def may_keep_pace(kind: Kind, access: Access, held: tuple[int, int], cluster: int, part: float, device: Device) -> bool:
     """Whether walkers keep pace in long launches; not where a row is shorter than a thread's columns.
 
-    `held` is what short_row() or staged_threads() chose; `full` says that the lanes of every block, but perhaps the
-    last of a cluster, all hold as many columns, of odd rows about as many (_fills_pairs()). LayerNorm's loop with db is
-    nearly as slow as memory, so that it loses where columns of a step are missing or fewer multiprocessors walk (24
-    columns a thread, 1 GB: 768 252.5 → 243.3 us; not full, 640 260 → 276; clusters of four 24576 251.1 → 263.5). Off 16
-    bytes in accesses of several elements longer rows do, LayerNorm's with many columns (1004: 258.5 → 244.4, 4100:
-    261.9 → 245.1, but 700: 249.2 → 260.4), or where memory is slow and rows of a warp are odd (an H100, 641: 357 → 338;
-    longer ones: PACED_ODD_LEAST_COLUMNS). Of these also what was not timed: on compute capability 10.0, in clusters of
-    sixteen, without db, for dx alone. Else what was not timed keeps no pace.
+    `held` is what short_row() or staged_threads() chose; `part` of the columns for which its lanes have room is what
+    every block, but perhaps the last of a cluster, has of a row; of odd rows one if it is about as much
+    (_fills_pairs()), else nought. LayerNorm's loop with db is nearly as slow as memory, so that it loses where fewer
+    multiprocessors walk (24 columns a thread, 1 GB, clusters of four 24576 251.1 → 263.5). Off 16 bytes in accesses of
+    several elements longer rows do, LayerNorm's with many columns (1004: 258.5 → 244.4, 4100: 261.9 → 245.1, but 700:
+    249.2 → 260.4), or where memory is slow and rows of a warp are odd (an H100, 641: 357 → 338; longer ones:
+    PACED_ODD_LEAST_COLUMNS). Of these also what was not timed: on compute capability 10.0, in clusters of sixteen,
+    without db, for dx alone. Else what was not timed keeps no pace.
     """
     norm, x, dy, sums_db, vector = kind
     per_thread, group = held
     if access in ODD and group > WARP:
         many = per_thread >= PACED_NARROW_LEAST_COLUMNS and group // WARP * cluster >= PACED_ODD_LEAST_WARPS[norm]
-        return many or (full and per_thread >= PACED_ODD_LEAST_COLUMNS[norm])
+        return many or (part == FULL and per_thread >= PACED_ODD_LEAST_COLUMNS[norm])
     if access != SINGLE:
         fast_enough = norm == "rmsnorm" or per_thread >= PACED_NARROW_LEAST_COLUMNS
         return has_whole_warps(x, held) and (fast_enough or (access in ODD and device.has_slow_memory))
-    if not vector or (group == 1 and not full):
+    if not vector or (group == 1 and part < FULL):
         return False
-    if not sums_db:
+    if sums_db and ITEMSIZE[x] != ITEMSIZE[dy]:
+        return False
+    if sums_db and (norm == "rmsnorm" or ITEMSIZE[x] > 4):
+        return cluster == 1 and per_thread in (16, 40) and group >= WARP
+    if norm == "layernorm" and not sums_db:
         return True
-    if ITEMSIZE[x] != ITEMSIZE[dy]:
-        return False
-    if norm == "layernorm" and ITEMSIZE[x] == 4:
-        gains = per_thread in (32, 40) and full
-        return gains or per_thread in (16, STAGED_FILLING_COLUMNS) or (per_thread == 40 and cluster == 1)
-    if norm == "layernorm" and ITEMSIZE[x] == 2:
-        if per_thread in (24, STAGED_FILLING_COLUMNS):
-            return full and cluster <= 2 and group >= PACED_PART_LEAST_THREADS
-        return per_thread == 16 or (cluster <= 8 and (per_thread == 40 or (per_thread == 32 and full)))
-    return cluster == 1 and per_thread in (16, 40) and group >= WARP
+    return part >= _paced_least_part(norm, x, dy, per_thread, cluster * group, device)
+
+
+def _paced_least_part(norm: str, x: str, dy: str, per_thread: int, threads: int, device: Device) -> float:
+    """PACED_LEAST_PART, of so many threads that share a row."""
+    timed = x == dy and device.has_large_shared_memory and not device.has_slow_memory
+    tables = PACED_LEAST_PART if timed else SLOW_PACED_LEAST_PART
+    limits = tables.get((norm, ITEMSIZE[x]), {}).get(per_thread, ())
+    return next((part for most, part in limits if threads <= most), ALWAYS if norm == "rmsnorm" else NEVER)
 
 
 def _fills_pairs(slab: int, held: tuple[int, int]) -> bool:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ...problem import NormProblem
 from .common import (
     ITEMSIZE,
+    LINE_BYTES,
     STAGED_MAX_THREADS,
     WARP,
     BackwardConfig,
@@ -138,7 +139,6 @@ FAST_SHARED_POWERS_COLUMNS, FAST_SHARED_POWERS_BYTES, FAST_SHARED_WIDE_BLOCKS = 
 # Where memory is fast, with db: slices of two lines, with 32 columns a thread from so much data on, with 40 in any
 # case (37 MB, LayerNorm, 2560: 24.3 → 20.2 us).
 FAST_SHARED_LONG_BYTES, FAST_SHARED_LONG_BLOCKS = 20 << 20, 54
-LINE_BYTES = 128
 
 # Float32 (_is_float32), in place of the limits above: up to so many bytes, without and with db; of rows of a warp or
 # less, with db where lanes are idle, in clusters of so many blocks, with 24 columns a thread, and else, but LayerNorm's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -50,10 +51,12 @@ NARROW_LONG_ITEMSIZE = 2
 ODD_ITEMSIZE, ODD_LEAST_COLUMNS, ODD_MOST_CLUSTER = 2, 33, {"forward": 16, "backward": 4}
 ODD_SLACK_BYTES = 384  # three pairs of each lane of a warp
 
-# What the copy engine moves at once (inferred). Where not all steps of a ring begin at such a line, rows of whole warps
-# in vectors have kernels of their own (OFF_LINES of staged.cuh); and of several blocks that share such a row each has
-# whole lines (1 GB, 65472, with 8184 columns a block and 8192: 271.7, 239.6 us).
-LINE_BYTES, SLAB_UNIT = 128, 64
+# What the copy engine moves at once (inferred). Where not all rows begin at such a line, those of whole warps in
+# vectors have kernels of their own (OFF_LINES of staged.cuh); and of several blocks that share a row each has whole
+# lines (1 GB, 65472, with 8184 columns a block and 8192: 271.7, 239.6 us). Where there are no such kernels, so have
+# clusters of LINES_LEAST_CLUSTER blocks and more, if they have room for a row in lines (dy of float32, 101952: 271.4 →
+# 256.5, but in clusters of two 8872: 250.3 → 267.9). Else each has so many columns, or whole vectors.
+LINE_BYTES, LINES_LEAST_CLUSTER, SLAB_UNIT = 128, 4, 8
 
 STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
 PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48  # of a walker
@@ -323,23 +326,41 @@ def data_bytes(problem: NormProblem) -> int:
 Kind = tuple[str, str, str, bool, bool]  # norm, types of x and dy, whether db is summed, whether in vectors
 
 
-def slab_of(columns: int, blocks: int, width: int) -> int:
-    """Columns of a block: of one whole vectors, of several that share a row whole lines, off 16 bytes so that each
-    block's columns of w start at multiples of these."""
-    unit = width if blocks == 1 else SLAB_UNIT if width > 1 else 8
-    return divide_up(divide_up(columns, blocks), unit) * unit
+def splits(columns: int, most: int, width: int, x: str, dy: str, device: Device) -> Iterator[tuple[int, int]]:
+    """Numbers of blocks, up to `most`, that may share a row, and columns of each, in the order in which to try them."""
+    for blocks in (n for n in CLUSTERS if n <= most):
+        for slab in slabs(columns, blocks, width, x, dy, device):
+            if (blocks - 1) * slab < columns:
+                yield blocks, slab
+
+
+def slabs(columns: int, blocks: int, width: int, x: str, dy: str, device: Device) -> list[int]:
+    """Columns of a block, those to be preferred first: of one whole vectors; of several that share a row whole lines,
+    or SLAB_UNIT, so that off 16 bytes each block's columns of w start at multiples of these."""
+    line, unit = LINE_BYTES // 16 * width, max(width, SLAB_UNIT)
+    if blocks == 1:
+        units = [width]
+    elif width > 1 and _copied_by_lines(x, dy, device):
+        units = [line]
+    else:
+        units = [line, unit] if width > 1 and blocks >= LINES_LEAST_CLUSTER else [unit]
+    return [divide_up(divide_up(columns, blocks), unit) * unit for unit in units]
+
+
+def _copied_by_lines(x: str, dy: str, device: Device) -> bool:
+    """Whether rows in vectors, of one type of 16 or 32 bits, are split and kept by LINE_BYTES."""
+    return x == dy and ITEMSIZE[x] <= 4 and device.has_large_shared_memory
 
 
 def may_leave_lines(x: str, dy: str, held: tuple[int, int], vector: bool, device: Device) -> bool:
-    """Whether there are kernels with OFF_LINES: of rows of whole warps, of one type of 16 or 32 bits. They are taken
-    where their ring has room beside what else is chosen, as no bits may hang on it. `held` is what staged_threads()
-    chose."""
-    return vector and x == dy and ITEMSIZE[x] <= 4 and has_whole_warps(x, held) and device.has_large_shared_memory
+    """Whether there are kernels with OFF_LINES: of rows of whole warps. They are taken where their ring has room beside
+    what bits hang on. `held` is what staged_threads() chose."""
+    return vector and has_whole_warps(x, held) and _copied_by_lines(x, dy, device)
 
 
 def leaves_lines(start: int, *strides: int) -> bool:
-    """Whether steps do not all begin at whole lines, by the bytes from one to the next, in x and in dy; `start`: from a
-    line to x and to dy, as far as it is known."""
+    """Whether rows do not all begin at whole lines, by the bytes from one to the next, in x and in dy, whatever their
+    number; `start`: from a line to x and to dy, as far as it is known."""
     return any(distance % LINE_BYTES for distance in (start, *strides))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from ...problem import NormProblem
 from .common import (
     CLUSTERS,
@@ -43,7 +45,7 @@ from .common import (
     rows_share_copies,
     several_columns,
     short_row,
-    slab_of,
+    splits,
     staged_choice,
     staged_definitions,
     staged_static_bytes,
@@ -151,6 +153,11 @@ LEAD_FORWARD_40_48 = {
 # 178.9, 171.1 us, 98304: 176.0, 168.4, of sixteen, 667 MB, 163840: 133.5, 125.9; an H100: 226.6, 234.8, 227.2, 237.5
 # and 163840 228.1, 238.1; for 10.0, inferred).
 PACED_FORWARD_MOST_BLOCKS_LAYERNORM = {False: 4, True: CLUSTERS[-1]}
+
+# With 32 columns a thread RMSNorm keeps pace in clusters of two, and in larger ones where lanes are filled
+# (PACED_LEAST_PART of backward.py), by bytes of x's type where memory is fast (1 GB, 25600: 193.0 → 198.7 us, 30720
+# 172.4 → 173.3, 32512 173.5 → 167.7, float32 30720 175.5 → 170.9; of two blocks 14336: 170.3 → 166.5).
+PACED_FORWARD_LEAST_PART = {2: 0.96, 4: 0.93}
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 
 # Where memory is slow, RMSNorm in vectors, if each walker has so many steps at least and fewer than so many (an H100,
@@ -279,16 +286,14 @@ def _drawn_part(
 
 
 def forward_keeps_pace(
-    norm: str, x: str, held: tuple[int, int], cluster: int, vector: bool, full: bool, device: Device
+    norm: str, x: str, held: tuple[int, int], cluster: int, vector: bool, part: float, device: Device
 ) -> bool:
-    """Clusters alone, for these do not draw. `held` and `full` are as for may_keep_pace() of backward.py.
-
-    With 32 columns a thread RMSNorm loses where not full, in clusters from four blocks on (1 GB, 25600: 193.0 → 198.7
-    us; of two 14336: 170.3 → 166.5).
-    """
+    """Clusters alone, for these do not draw. `held` and `part` are as for may_keep_pace() of backward.py."""
     few_blocks = norm == "rmsnorm" or cluster <= PACED_FORWARD_MOST_BLOCKS_LAYERNORM[device.has_slow_memory]
     many = held[0] == FORWARD_MANY_COLUMNS_PER_THREAD or (few_blocks and _has_40_or_48(x, held))
-    gains = held[0] == 32 and norm == "rmsnorm" and (full or cluster == 2)
+    timed = device.has_large_shared_memory and not device.has_slow_memory
+    least_part = PACED_FORWARD_LEAST_PART.get(ITEMSIZE[x], 0.99) if timed else 0.99
+    gains = held[0] == 32 and norm == "rmsnorm" and (part >= least_part or cluster == 2)
     return vector and cluster > 1 and (many or gains)
 
 
@@ -382,10 +387,7 @@ def _forward_staged(
     gaps = small and have_gaps(problem, stride)
     if small and not several:
         return None
-    for cluster in CLUSTERS:
-        slab = slab_of(problem.columns, cluster, vector)
-        if cluster > (1 if small else device.largest_cluster) or (cluster - 1) * slab >= problem.columns:
-            continue
+    for cluster, slab in splits(problem.columns, 1 if small else device.largest_cluster, vector, name, name, device):
         choice = forward_choice(problem.norm, name, vector > 1, cluster, device)
         parts = forward_part_of_warp_lanes(name, vector > 1, access, choice, device)
         held = short_row(name, slab, parts, access) if small else staged_threads(slab, choice, access)
@@ -399,29 +401,28 @@ def _forward_staged(
         block_threads = 8 * WARP if per_thread == columns_per_thread(name) else 4 * WARP
         groups = groups_in_block(block_threads, group, problem.rows) if cluster == 1 and several else 1
         threads = groups * group
-        elements, teams = (groups - 1) * stride + slab, most_teams(name, per_thread, cluster)
+        elements = (groups - 1) * stride + slab
         step_bytes = part_bytes(name, vector > 1, elements)
-        off_lines_bytes = part_bytes(name, vector > 1, elements, teams)
-        leaves = leaves_lines(start, groups * stride * ITEMSIZE[name])
+        leaves = leaves_lines(start, stride * ITEMSIZE[name])
         leaves = leaves and may_leave_lines(name, name, held, vector > 1, device)
         b_bytes = threads * per_thread * compute_itemsize(name) if b_in_shared else 0
         static_bytes = staged_static_bytes(name, cluster) + b_bytes
         slack = odd_slack_bytes(access)
         w_bytes = divide_up(slab * compute_itemsize(name), 16) * 16  # copied behind the ring, where there is room
-        for blocks in counts_to_try(at_once // threads):
+        for off_lines, blocks in product((True, False) if leaves else (False,), counts_to_try(at_once // threads)):
+            teams = most_teams(name, per_thread, cluster) if off_lines else 0
+            ring_step_bytes = part_bytes(name, vector > 1, elements, teams)
             room = device.shared_bytes // blocks - static_bytes - slack
-            stages = min(room // step_bytes, STAGED_MOST_STAGES)
+            stages = min(room // ring_step_bytes, STAGED_MOST_STAGES)
             if stages >= FORWARD_STAGED_LEAST_STAGES:
                 walkers = usual_clusters(cluster, device) * blocks
                 few_steps = not takes_at_least(problem.rows, FORWARD_SHORT_STEPS, groups, walkers)
                 wanted = _wanted_stages(problem, vector, groups, walkers, blocks * step_bytes, device)
-                off_lines = leaves and FORWARD_STAGED_LEAST_STAGES * off_lines_bytes <= room
-                ring_step_bytes = off_lines_bytes if off_lines else step_bytes
                 wanted = max(_forward_least_stages(problem.norm, name, held, cluster, few_steps), wanted)
-                stages = min(stages, room // ring_step_bytes, wanted)
+                stages = min(stages, wanted)
                 shared_bytes = b_bytes + min(ring_step_bytes * stages + w_bytes, room) + slack
-                full = slab == per_thread * group
-                paced = forward_keeps_pace(problem.norm, name, held, cluster, vector > 1, full, device)
+                filled = slab / (per_thread * group)
+                paced = forward_keeps_pace(problem.norm, name, held, cluster, vector > 1, filled, device)
                 draws_short = _draws_short_rows(problem, vector, held, gaps, device)
                 part = takes_part(name, held)
                 access = odd if access in ODD else access

@@ -125,13 +125,13 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         def paced(
             held: tuple[int, int],
             cluster: int,
-            full: bool,
+            part: float,
             device: Device,
             norm: str = norm,
             x: str = x,
             vector: bool = vector,
         ) -> bool:
-            return forward_keeps_pace(norm, x, held, cluster, vector, full, device)
+            return forward_keeps_pace(norm, x, held, cluster, vector, part, device)
 
         many: list[Variant] = []
         for access in (SINGLE, *accesses(x, None, vector, device)):
@@ -184,7 +184,7 @@ def _staged_variants(
     leaves_lines: Callable[[tuple[int, int]], bool],
     parts: PartLanes,
     access: Access,
-    paced_of: Callable[[tuple[int, int], int, bool, Device], bool],
+    paced_of: Callable[[tuple[int, int], int, float, Device], bool],
     short_of: Callable[[int, int], bool],
 ) -> Iterator[Variant]:
     """One for every pair of columns a thread and blocks a cluster, two where only some rows keep pace, are short, have
@@ -200,12 +200,10 @@ def _staged_variants(
     wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
     for per_thread, cluster, part in sorted(wholes | {(n, 1, True) for n in parts}):
         warp_or_less = part or per_thread <= columns_per_thread(x)
-        of_warps = (
-            (WARP, 2 * WARP, STAGED_MAX_THREADS) if cluster == 1 else (STAGED_MAX_THREADS // 2, STAGED_MAX_THREADS)
-        )
-        groups = (*_lanes_between(*parts[per_thread]),) if part else (1, WARP) if warp_or_less else of_warps
-        asked = product(groups, (False, True), devices)
-        paces = {paced_of((per_thread, lanes), cluster, full, of_speed) for lanes, full, of_speed in asked}
+        of_warps = range(WARP if cluster == 1 else STAGED_MAX_THREADS // 2, STAGED_MAX_THREADS + 1, WARP)
+        groups = (*_lanes_between(*parts[per_thread]),) if part else (1, WARP) if warp_or_less else (*of_warps,)
+        asked = product(groups, (0.0, 1.0), devices)
+        paces = {paced_of((per_thread, lanes), cluster, filled, of_speed) for lanes, filled, of_speed in asked}
         fills_warp = WARP * per_thread  # as the blocks of clusters all do
         least_columns = (1, fills_warp) if cluster == 1 and not part else (fills_warp,)
         shorts = sorted({access not in ODD and short_of(per_thread, n) for n in least_columns})
