@@ -11,13 +11,13 @@
 // With VECTOR = 0 rows may start anywhere: the copy takes the 16-byte words that cover the rows, at most 15 bytes more
 // on either side, in words that hold at least one byte of a row.
 //
-// The copy engine moves whole lines of 128 bytes (inferred, from times). So where steps do not all begin at such (kOffLines), each
+// The copy engine moves whole lines of 128 bytes (inferred, from times). So where rows do not all begin at such (kOffLines), each
 // lies as far from a line's start in the ring as in memory: RMSNorm, N=8136, 1 GB, 275 us where it began at one, 242 so.
 //
 // Compile-time switches, beside COLUMNS_PER_THREAD and VECTOR:
 //   CLUSTER  blocks of a cluster                  GANG   1: rows are split over gangs, CLUSTER is 1
 //   PACED    1: walkers keep pace in long launches (struct Pace)
-//   OFF_LINES  1: rows in vectors, whose steps do not all begin at whole lines
+//   OFF_LINES  1: rows in vectors that do not all begin at whole lines
 //   ROW_GAPS  1: there are gaps between a block's rows, of a warp or less. A kernel for both would take longer off 16 bytes,
 //             where it finds each column's place in x and in dy: in single columns, without gaps, N=129 476 → 530 us,
 //             LayerNorm 257 392 → 434 (1 GB, an H100)

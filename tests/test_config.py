@@ -1563,7 +1563,7 @@ def test_rows_that_fit_on_chip_are_read_once():
         ("sm_90 sm_100", "float64", "float64", False, 54000),
         ("sm_120", "bfloat16", "bfloat16", False, 32768),
         ("sm_120", "float32", "float32", False, 23808),
-        ("sm_120", "float64", "float64", True, 11264),
+        ("sm_120", "float64", "float64", True, 11520),
         ("sm_120", "float64", "float64", False, 11520),
         ("sm_120", "bfloat16", "float32", False, 28160),
         ("sm_120", "float32", "float64", False, 16384),
