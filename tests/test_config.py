@@ -1861,6 +1861,20 @@ def test_clusters_of_sixteen_take_what_too_few_multiprocessors_have_no_gang_for(
         assert chosen.cluster == (1 if gang else 16), (columns, name, aligned)
 
 
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize(
+    ("multiprocessors", "most_cluster", "columns"), [(14, 1, 25428), (3, 16, 24001), (132, 2, 30001)]
+)
+def test_gangs_take_odd_rows_as_single_columns(norm, multiprocessors, most_cluster, columns):
+    """Where a device holds no cluster that would take them in pairs."""
+    device = DEVICES["sm_90"]._replace(multiprocessors=multiprocessors, most_cluster=most_cluster, memory_gbps=0)
+    problem = replace(backward(columns, "bfloat16", "bfloat16", norm=norm), want_db=norm == "layernorm")
+    chosen = config.backward_config(replace(problem, x_row_stride=columns | 1), 2, device)
+    assert chosen.gang
+    assert odd_way(chosen) == 0
+    assert ("backward_staged.cu", chosen.definitions) in compiled_for(DEVICES["sm_90"])
+
+
 @pytest.mark.parametrize(
     ("device", "norm", "x", "dy", "columns", "cluster", "slab"),
     [
