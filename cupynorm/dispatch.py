@@ -125,7 +125,7 @@ def plan_of(operation: Operation, layouts: tuple[Layout | None, ...], *options: 
         **dict(zip(operation.options, options, strict=True)),
     )
     check_placement(operation.labels, specs, len(inputs))
-    # Plans take memory and time: no more of them than there are launches.
+    # Plans take memory and time: as few of them as there are launches.
     shared = tuple(map(_as_far_as_it_counts, operation.inputs + operation.outputs, layouts))
     if shared != layouts:
         return plan_of(operation, shared, *options)

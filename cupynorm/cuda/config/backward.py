@@ -113,11 +113,11 @@ PACE_LEAST_STEPS = {"rmsnorm": 12, "layernorm": 24}
 PACED_NARROW_LEAST_COLUMNS = 32  # a thread, of several elements an access: LayerNorm, and odd rows of both norms
 
 # And where a block has at least such a part of the columns for which its lanes have room, but perhaps the last of a
-# cluster: with less of them a step takes as long, so that memory waits less, and walkers that wait for others lose. In
+# cluster: with less of them a step takes as long, so that memory is waited for less (inferred), and who waits loses. In
 # vectors, by norm and bytes of x's type, by columns a thread, of up to so many threads that share a row (1 GB,
 # LayerNorm, 4088: 249.7 → 241.7 us, 7680: 251.0 → 240.2, but 3056: 243.4 → 247.0; RMSNorm, 21600, 0.88 of it, 273.7 →
 # 253.0 without). LayerNorm keeps none with more threads, or other columns; RMSNorm does. The first table was timed
-# where memory is fast, with one type, and holds from compute capability 9.0 up to 12.0; the other elsewhere.
+# where memory is fast, with one type, on compute capability 9.0, and holds below 12.0; the other elsewhere.
 Parts = dict[tuple[str, int], dict[int, tuple[tuple[int, float], ...]]]
 ALWAYS, AS_GOOD_AS_FULL, FULL, NEVER = 0.0, 0.99, 1.0, 2.0
 PACED_LEAST_PART: Parts = {
