@@ -2087,6 +2087,35 @@ def test_mixed_types_of_16_bits_keep_pace_in_clusters_of_eight_alone(columns):
     assert (chosen.lead > 0) == ("PACED=1" in chosen.definitions) == (chosen.cluster == 8) == (columns == 65536)
 
 
+def forward_least_steps(chosen, norm, name, columns, device):
+    """From which on clusters keep pace: of 16-bit types sooner where memory is fast, LayerNorm's with nearly filled
+    lanes."""
+    per_thread = config.common.columns_of(chosen.definitions)
+    filled = chosen.slab_columns / (per_thread * chosen.group_threads)
+    timed = device.compute_capability == (9, 0) and not device.has_slow_memory and DTYPES[name].itemsize == 2
+    if not timed or (norm == "layernorm" and filled < 0.93):
+        return 48
+    return 12 if norm == "rmsnorm" and per_thread in (40, 48) else 24
+
+
+@pytest.mark.parametrize(
+    ("norm", "columns", "name", "which", "steps"),
+    [
+        ("rmsnorm", 19456, "bfloat16", "sm_90", 12),  # 40 columns a thread
+        ("rmsnorm", 24576, "float16", "sm_90", 12),  # 48
+        ("rmsnorm", 16384, "bfloat16", "sm_90", 24),  # 32
+        ("layernorm", 20480, "bfloat16", "sm_90", 24),
+        ("layernorm", 20992, "bfloat16", "sm_90", 48),  # idle lanes
+        ("layernorm", 65536, "float16", "sm_90", 24),
+        ("rmsnorm", 8192, "float32", "sm_90", 48),
+        ("rmsnorm", 19456, "bfloat16", "sm_100", 48),
+    ],
+)
+def test_forward_clusters_keep_pace_from_so_many_steps_on(norm, columns, name, which, steps):
+    chosen = config.forward_config(forward_of(backward(columns, name, name, norm=norm)), 16, DEVICES[which])
+    assert chosen.paced_steps == steps
+
+
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
@@ -2110,7 +2139,9 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
             part = norm == "layernorm" and {"COLUMNS_PER_THREAD=24", "PART_OF_WARP=1"} <= set(chosen.definitions)
             slow = device.has_slow_memory and DTYPES[name].itemsize == 2 and not gang
             usual = config.backward.SLOW_PACE_LEAST_STEPS if slow else config.backward.PACE_LEAST_STEPS[norm]
-            least = 48 if part or isinstance(chosen, config.ForwardConfig) else usual
+            least = 48 if part else usual
+            if isinstance(chosen, config.ForwardConfig):
+                least = forward_least_steps(chosen, norm, name, columns, device)
             assert config.pace(chosen, least * chosen.groups, 1)[0] == chosen.lead
             assert config.pace(chosen, (least - 1) * chosen.groups, 1)[0] == 0
             if isinstance(chosen, config.ForwardConfig):

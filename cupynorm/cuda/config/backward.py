@@ -122,7 +122,7 @@ Parts = dict[tuple[str, int], dict[int, tuple[tuple[int, float], ...]]]
 ALWAYS, AS_GOOD_AS_FULL, FULL, NEVER = 0.0, 0.99, 1.0, 2.0
 PACED_LEAST_PART: Parts = {
     ("rmsnorm", 2): {
-        24: ((16, ALWAYS), (32, 0.8), (512, 0.92), (4096, 0.985)),
+        24: ((16, ALWAYS), (32, 0.8), (512, 0.895), (4096, 0.985)),
         32: ((512, ALWAYS), (1024, 0.83), (2048, 0.86), (3584, NEVER), (4096, 0.95)),
         40: ((1024, ALWAYS), (2048, 0.9)),
     },

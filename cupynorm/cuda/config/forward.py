@@ -11,6 +11,7 @@ from .common import (
     ODD,
     ODD_BY_ELEMENT,
     ODD_IN_WORDS,
+    PACE_FORWARD_LEAST_STEPS,
     SINGLE,
     SMALL_BLOCK,
     STAGED_MAX_THREADS,
@@ -158,6 +159,12 @@ PACED_FORWARD_MOST_BLOCKS_LAYERNORM = {False: 4, True: CLUSTERS[-1]}
 # (PACED_LEAST_PART of backward.py), by bytes of x's type where memory is fast (1 GB, 25600: 193.0 → 198.7 us, 30720
 # 172.4 → 173.3, 32512 173.5 → 167.7, float32 30720 175.5 → 170.9; of two blocks 14336: 170.3 → 166.5).
 PACED_FORWARD_LEAST_PART = {2: 0.96, 4: 0.93}
+
+# From so many steps of a walker on, of 16-bit types where memory is fast: RMSNorm's with PACED_FORWARD_COLUMNS, its
+# others, and LayerNorm's where lanes are filled so far; else from PACE_FORWARD_LEAST_STEPS on (100 MB of x and y,
+# RMSNorm, 19456: 31.6 → 30.3 us; 200 MB, RMSNorm, 16384: 56.2 → 54.3, LayerNorm, 65536: 58.5 → 54.9, but 20992, 0.85
+# of it: 59.2 → 60.7).
+PACED_FORWARD_STEPS, PACED_FORWARD_STEPS_FILLED, PACED_FORWARD_FILLED_LAYERNORM = 12, 24, 0.93
 FORWARD_STAGED_RING_BYTES = 48 << 10  # on a multiprocessor
 
 # Where memory is slow, RMSNorm in vectors, if each walker has so many steps at least and fewer than so many (an H100,
@@ -332,6 +339,15 @@ def _forward_lead(norm: str, per_thread: int, cluster: int, device: Device) -> i
     return LEAD_FORWARD_40_48[slow][norm][cluster > 2] if per_thread in PACED_FORWARD_COLUMNS else LEAD_FORWARD[slow]
 
 
+def _forward_paced_steps(norm: str, x: str, per_thread: int, part: float, device: Device) -> int:
+    """Of a walker, from which on it keeps pace."""
+    timed = ITEMSIZE[x] == 2 and device.is_fast_9_0
+    if not timed or (norm == "layernorm" and part < PACED_FORWARD_FILLED_LAYERNORM):
+        return PACE_FORWARD_LEAST_STEPS
+    few = norm == "rmsnorm" and per_thread in PACED_FORWARD_COLUMNS
+    return PACED_FORWARD_STEPS if few else PACED_FORWARD_STEPS_FILLED
+
+
 def forward_config(
     problem: NormProblem, alignment: int, device: Device, odd: Access = ODD_IN_WORDS, start: int = 0
 ) -> ForwardConfig:
@@ -453,6 +469,7 @@ def _forward_staged(
                     drawn_part=drawn,
                     drawn_steps=SLOW_DRAWN_LEAST_STEPS if device.has_slow_memory else least_drawn,
                     lead=_forward_lead(problem.norm, per_thread, cluster, device) if paced else 0,
+                    paced_steps=_forward_paced_steps(problem.norm, name, per_thread, filled, device),
                 )
     return None
 
