@@ -2087,7 +2087,7 @@ def test_mixed_types_of_16_bits_keep_pace_in_clusters_of_eight_alone(columns):
     assert (chosen.lead > 0) == ("PACED=1" in chosen.definitions) == (chosen.cluster == 8) == (columns == 65536)
 
 
-def forward_least_steps(chosen, norm, name, columns, device):
+def forward_least_steps(chosen, norm, name, device):
     """From which on clusters keep pace: of 16-bit types sooner where memory is fast, LayerNorm's with nearly filled
     lanes."""
     per_thread = config.common.columns_of(chosen.definitions)
@@ -2141,7 +2141,7 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
             usual = config.backward.SLOW_PACE_LEAST_STEPS if slow else config.backward.PACE_LEAST_STEPS[norm]
             least = 48 if part else usual
             if isinstance(chosen, config.ForwardConfig):
-                least = forward_least_steps(chosen, norm, name, columns, device)
+                least = forward_least_steps(chosen, norm, name, device)
             assert config.pace(chosen, least * chosen.groups, 1)[0] == chosen.lead
             assert config.pace(chosen, (least - 1) * chosen.groups, 1)[0] == 0
             if isinstance(chosen, config.ForwardConfig):
