@@ -24,7 +24,8 @@ using X = X_TYPE;
 using Compute = typename ComputeOf<X>::type;
 
 constexpr int kColumnsPerThread = COLUMNS_PER_THREAD;
-constexpr int kVector = VECTOR ? 16 / int(sizeof(X)) : kOddRows ? 2 : NARROW_VECTOR;
+constexpr int kWideVector = VECTOR ? 16 / int(sizeof(X)) : NARROW_VECTOR;
+constexpr int kVector = kOddRows ? 2 : kColumnsPerThread % kWideVector ? kWideVector / 2 : kWideVector;
 constexpr int kVectors = kColumnsPerThread / kVector;
 static_assert(kVectors * kVector == kColumnsPerThread, "the vectors cover a thread's columns exactly");
 

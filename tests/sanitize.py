@@ -35,6 +35,7 @@ SHAPES = (
     (1, 128), (1, 1024), (1, 4096), (1, 7168), (8, 8192), (64, 2048), (90, 896), (7, 3328), (4, 40960),
     (69, 4096), (126, 4096), (35, 8192), (110, 3000),
     (3, 81920), (3, 163840), (3, 196608),
+    (40, 200), (40, 264), (40, 832), (9, 1344), (9, 1792), (9, 2304), (9, 3136), (5, 22528), (3, 90112), (3, 114688),
 )  # fmt: skip
 # Without such blocks: those that walk along the rows meet. The forward pass draws steps of 51000x1024 to 300000x128, at
 # least, on a device of 132 multiprocessors; in these, 3200x7168 and the last two, walkers of both norms keep pace:

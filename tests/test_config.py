@@ -179,8 +179,8 @@ def test_backward_configs_hold_their_rows(device, x, dy, alignment, norm, rows):
     ],
 )
 def test_28_columns_a_thread_in_place_of_32(columns, name, cluster, per_thread):
-    """In vectors, of LayerNorm with db alone; where they nearly fill lanes of few blocks, it keeps pace. Where x and
-    dy differ, RMSNorm and other devices as ever."""
+    """In vectors, of LayerNorm with db; where they nearly fill lanes of few blocks, it keeps pace. Where x and dy
+    differ, and on other devices, as ever; RMSNorm where some lanes have fewer."""
     hopper = DEVICES["sm_90"]
     chosen = config.backward_config(backward(columns, name, name), 16, hopper)
     assert (chosen.route, chosen.cluster, defined(chosen, "COLUMNS_PER_THREAD")) == ("staged", cluster, per_thread)
@@ -199,8 +199,59 @@ def test_28_columns_a_thread_in_place_of_32(columns, name, cluster, per_thread):
         "another device": config.backward_config(problem, 16, DEVICES["sm_120"]),
     }
     assert {which: defined(other, "COLUMNS_PER_THREAD") for which, other in others.items()} == {
-        which: 16 if other.route != "staged" else 32 for which, other in others.items()
+        which: 16 if other.route != "staged" else 28 if (columns, which) == (6152, "rmsnorm") else 32
+        for which, other in others.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("columns", "per_thread", "paced"),
+    [
+        (776, 32, True),  # of one warp
+        *((n, 28, True) for n in (1544, 1664, 3080, 3328, 6152, 6656)),
+        *((n, 32, True) for n in (1672, 1792, 3336, 6664)),  # nearly filled
+        (12320, 32, True),  # of two blocks
+    ],
+)
+def test_rmsnorm_has_28_columns_a_thread_where_lanes_are_idle(columns, per_thread, paced):
+    """In one block, where memory is fast."""
+    problem = backward(columns, "bfloat16", "bfloat16", 1 << 20, "rmsnorm")
+    for device, expected in (("sm_90", per_thread), ("sm_90_slow", 32), ("sm_100", 32)):
+        chosen = config.backward_config(problem, 16, DEVICES[device])
+        assert (defined(chosen, "COLUMNS_PER_THREAD"), chosen.lead > 0) == (expected, paced), device
+
+
+@pytest.mark.parametrize(
+    ("norm", "columns", "name", "cluster", "per_thread", "paced"),
+    [
+        *(("layernorm", n, "bfloat16", 1, 44, True) for n in (1288, 1408, 2568, 2816, 5128, 5632, 10248, 11264)),
+        *(("layernorm", n, "float16", cluster, 44, True) for n, cluster in ((20488, 2), (22528, 2), (45056, 4))),
+        *(("layernorm", n, "bfloat16", 8, 44, True) for n in (81928, 90112)),
+        *(("layernorm", n, "bfloat16", 16, 44, False) for n in (163848, 180224)),
+        *(("rmsnorm", n, "bfloat16", 8, 44, True) for n in (81928, 90112)),
+        *(("rmsnorm", n, "float16", 8, 48, True) for n in (90120, 98304)),
+        *(("rmsnorm", n, "bfloat16", 8, 52, True) for n in (98312, 106496)),
+        *(("rmsnorm", n, "bfloat16", 8, 56, True) for n in (106504, 113664)),
+        *(("rmsnorm", n, "bfloat16", 16, 40, False) for n in (131080, 163840)),
+        *(("rmsnorm", n, "bfloat16", 16, 44, True) for n in (163848, 180224)),
+        *(("rmsnorm", n, "bfloat16", 16, 48, True) for n in (180232, 196608)),
+        *(("rmsnorm", n, "float16", 16, 52, True) for n in (196616, 212992)),
+        *(("rmsnorm", n, "bfloat16", 16, 56, True) for n in (213000, 221184)),
+    ],
+)
+def test_more_than_40_columns_a_thread_where_memory_is_fast(norm, columns, name, cluster, per_thread, paced):
+    """Of x and dy of one 16-bit type in vectors, LayerNorm with db; where it is slow, and elsewhere, fewer."""
+    problem = backward(columns, name, name, 1 << 20, norm)
+    chosen = config.backward_config(problem, 16, DEVICES["sm_90"])
+    assert (chosen.cluster, chosen.per_thread, chosen.gang) == (cluster, per_thread, False)
+    assert (chosen.lead > 0) == ("PACED=1" in chosen.definitions) == paced
+    assert chosen.threads == 256  # also in long launches, where less is in flight otherwise
+    others = [config.backward_config(problem, 16, DEVICES[device]) for device in ("sm_90_slow", "sm_100")]
+    others.append(config.backward_config(backward(columns, name, "float32", 1 << 20, norm), 16, DEVICES["sm_90"]))
+    others.append(config.backward_config(replace(problem, x_row_stride=columns + 1), 2, DEVICES["sm_90"]))
+    if norm == "layernorm":
+        others.append(config.backward_config(replace(problem, want_db=False), 16, DEVICES["sm_90"]))
+    assert all(other.per_thread <= 40 for other in others)
 
 
 @pytest.mark.parametrize(
@@ -881,17 +932,28 @@ def test_an_even_number_of_walkers_takes_no_more_steps(norm, columns, at_once):
         *(("sm_90", "rmsnorm", 6, 6, 6), ("sm_90", "layernorm", 6, 10, 0)),
     ],
 )
-def test_clusters_with_40_and_48_columns_a_thread_have_three_stages_and_keep_pace_forward(
+def test_clusters_with_40_to_56_columns_a_thread_keep_pace_forward(
     name, norm, lead_of_two, lead_of_four, lead_of_eight
 ):
+    """With 40 and 48 they have three stages in long launches, too."""
     device = DEVICES[name]
-    for columns, cluster in ((18432, 2), (20480, 2), (24576, 2), (40960, 4), (49152, 4), (81920, 8), (163840, 16)):
+    for columns, cluster in (
+        *((18440, 2), (20480, 2), (24576, 2), (40960, 4), (49152, 4), (81920, 8), (163840, 16)),
+        *((28672, 2), (57344, 4), (114688, 8), (229376, 16)),
+    ):
         for rows in (64, 8192):
             problem = forward_of(backward(columns, "bfloat16", "bfloat16", rows=rows, norm=norm))
             chosen = config.forward_config(problem, 16, device)
             lead = {2: lead_of_two, 4: lead_of_four}.get(cluster, lead_of_eight)
-            assert (chosen.cluster, chosen.stages, chosen.lead) == (cluster, 3, lead), columns
+            stages = 2 if columns % 14336 == 0 and rows > 64 else 3
+            assert (chosen.cluster, chosen.lead) == (cluster, lead), columns
+            assert chosen.stages >= stages, columns
             assert ("PACED=1" in chosen.definitions) == (lead > 0), columns
+    for columns, cluster in ((18432, 2), (36864, 4)):  # 36 columns a thread of LayerNorm keep none
+        chosen = config.forward_config(forward_of(backward(columns, "float16", "float16", norm=norm)), 16, device)
+        expected = (40, True) if norm == "rmsnorm" else (36, False)
+        per_thread = defined(chosen, "COLUMNS_PER_THREAD")
+        assert (chosen.cluster, per_thread, chosen.lead > 0) == (cluster, *expected), columns
     of_float32 = config.forward_config(forward_of(backward(40960, "float32", "float32", norm=norm)), 16, device)
     assert (of_float32.cluster, defined(of_float32, "COLUMNS_PER_THREAD"), of_float32.lead) == (4, 40, 0)
 
@@ -1086,7 +1148,7 @@ ON_H200 = [
     ("rmsnorm", 64, 65536, "bfloat16", "bfloat16", True, 15, (7, 64, 2)),  # nor in larger clusters
     ("rmsnorm", 127, 32768, "bfloat16", "bfloat16", True, 30, (22, 32, 2)),
     ("layernorm", 16, 262144, "bfloat16", "bfloat16", True, 4, (2, 64, 1)),  # gangs
-    ("layernorm", 16, 90112, "bfloat16", "bfloat16", True, 12, (8, 44, 1)),
+    ("layernorm", 16, 90120, "bfloat16", "bfloat16", True, 11, (7, 45, 1)),
     ("layernorm", 1356, 3072, "bfloat16", "bfloat16", True, 132, (84, 48, 32)),  # of 256 threads, not 128
     ("layernorm", 407, 10240, "bfloat16", "bfloat16", True, 132, (92, 80, 8)),  # of 128 threads, two together
     ("layernorm", 203, 20480, "bfloat16", "bfloat16", True, 60, (40, 80, 4)),
@@ -1644,8 +1706,17 @@ def test_b_in_shared_memory_and_the_ring_have_room(device, x, norm):
         ("layernorm", "bfloat16", 1536, 24, 128, 4),
         ("layernorm", "bfloat16", 2048, 32, 128, 3),
         ("layernorm", "bfloat16", 4096, 32, 128, 3),
-        ("layernorm", "bfloat16", 6144, 48, 128, 2),
+        ("layernorm", "bfloat16", 896, 28, 128, 3),
+        ("layernorm", "bfloat16", 1792, 56, 128, 2),
+        ("layernorm", "bfloat16", 6144, 24, 256, 2),
+        ("layernorm", "bfloat16", 7168, 56, 128, 2),
         ("layernorm", "bfloat16", 8192, 64, 128, 2),
+        ("layernorm", "bfloat16", 9216, 36, 256, 1),
+        ("layernorm", "bfloat16", 12288, 48, 256, 1),
+        ("layernorm", "bfloat16", 14336, 56, 256, 1),
+        ("rmsnorm", "bfloat16", 2304, 36, 128, 3),
+        ("rmsnorm", "bfloat16", 7168, 56, 128, 2),
+        ("rmsnorm", "bfloat16", 14336, 56, 256, 1),
         ("rmsnorm", "bfloat16", 1536, 24, 128, 3),
         ("rmsnorm", "bfloat16", 6144, 48, 128, 2),
         ("rmsnorm", "bfloat16", 12288, 48, 256, 1),
@@ -1760,7 +1831,7 @@ PACED_LAYERNORM = {
         ("rmsnorm", 10240, "bfloat16", 40, 1, True),
         ("rmsnorm", 20480, "float16", 40, 2, True),
         ("rmsnorm", 10240, "float32", 40, 2, True),  # one block has no room
-        ("layernorm", 8448, "bfloat16", 40, 1, True),
+        ("layernorm", 8448, "bfloat16", 40, 1, False),
         ("layernorm", 10232, "bfloat16", 40, 2, True),
         ("layernorm", 10240, "bfloat16", 40, 2, True),
         ("layernorm", 10240, "float32", 40, 2, True),
@@ -1787,25 +1858,34 @@ def test_layernorms_rows_of_40_columns_a_thread_have_one_block_where_memory_is_s
         assert found == expected, columns
 
 
+GANGS = [
+    (81928, "bfloat16", 11, 7488),
+    (90120, "bfloat16", 12, 7552),
+    (98304, "float16", 12, 8192),
+    (113664, "bfloat16", 14, 8128),
+    (163840, "bfloat16", 20, 8192),
+    (225280, "bfloat16", 33, 6848),  # four gangs of the fewest blocks would leave 20 multiprocessors
+    (262144, "bfloat16", 32, 8192),
+    (262152, "bfloat16", 33, 8000),
+    (300000, "bfloat16", 44, 6848),
+    (548864, "bfloat16", 132, 4160),
+    (1 << 20, "bfloat16", 128, 8192),
+    (132 * 8192, "bfloat16", 132, 8192),
+    (131072, "float32", 32, 4096),
+    (128 * 4096, "float32", 128, 4096),
+]
+# Where memory is fast clusters have more columns a thread, and hold these.
+FAST_CLUSTERS = {"rmsnorm": (81928, 90120, 98304, 113664, 163840), "layernorm": (81928,)}
+
+
 @pytest.mark.parametrize(
-    ("columns", "name", "blocks", "slab"),
+    ("device", "norm", "columns", "name", "blocks", "slab"),
     [
-        (81928, "bfloat16", 11, 7488),
-        (98304, "float16", 12, 8192),
-        (113664, "bfloat16", 14, 8128),
-        (163840, "bfloat16", 20, 8192),
-        (262144, "bfloat16", 32, 8192),
-        (262152, "bfloat16", 33, 8000),
-        (300000, "bfloat16", 44, 6848),  # three gangs of the fewest blocks would leave 21 multiprocessors
-        (548864, "bfloat16", 132, 4160),
-        (1 << 20, "bfloat16", 128, 8192),
-        (132 * 8192, "bfloat16", 132, 8192),
-        (131072, "float32", 32, 4096),
-        (128 * 4096, "float32", 128, 4096),
+        (device, norm, *case)
+        for device, norm, case in product(("sm_90", "sm_90_slow"), ("rmsnorm", "layernorm"), GANGS)
+        if device != "sm_90" or case[0] not in FAST_CLUSTERS[norm]
     ],
 )
-@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
-@pytest.mark.parametrize("device", ["sm_90", "sm_90_slow"])
 def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(device, norm, columns, name, blocks, slab):
     hopper = DEVICES[device]
     chosen = config.backward_config(backward(columns, name, name, norm=norm), 16, hopper)
@@ -1825,8 +1905,11 @@ def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(device, norm, columns, n
 
 # On either side of each length that the notes name: the blocks of a cluster, or 0 for gangs, where memory is fast.
 FAST_EDGES = {
-    ("rmsnorm", "bfloat16"): {81920: 8, 81928: 0, 113664: 0, 113672: 16, 131072: 16, 131080: 0},
-    ("layernorm", "float16"): {81920: 8, 81928: 0, 113664: 0, 113672: 16, 131072: 16, 131080: 0},
+    ("rmsnorm", "bfloat16"): {81920: 8, 113664: 8, 113672: 16, 131072: 16, 131080: 16, 221184: 16, 225280: 0},
+    ("layernorm", "float16"): {
+        **{81920: 8, 90112: 8, 90120: 0, 113664: 0, 113672: 16, 131072: 16, 131080: 0},
+        **{163840: 0, 163848: 16, 180224: 16, 180232: 0},
+    },
     ("rmsnorm", "float32"): {65024: 8, 65032: 16, 128512: 16, 128520: 0},
     ("layernorm", "float32"): {56832: 8, 56840: 16, 112128: 16, 112136: 0},
 }
@@ -1836,7 +1919,7 @@ FAST_EDGES = {
 def test_clusters_of_sixteen_stand_beside_gangs_where_memory_is_fast(norm, name):
     """From 14 KB of a row for each block on; where it is slow, clusters of eight alone."""
     for columns, fast in FAST_EDGES[norm, name].items():
-        for device, blocks in (("sm_90", fast), ("sm_90_slow", 8 if fast == 8 else 0)):
+        for device, blocks in (("sm_90", fast), ("sm_90_slow", 8 if fast == 8 and columns <= 81920 else 0)):
             chosen = config.backward_config(backward(columns, name, name, norm=norm), 16, DEVICES[device])
             assert (chosen.gang, chosen.cluster) == (blocks == 0, blocks or 1), (columns, device)
 
@@ -1852,13 +1935,14 @@ def test_clusters_of_sixteen_take_what_too_few_multiprocessors_have_no_gang_for(
     assert small.has_slow_memory == (device == "sm_90_slow")
     for columns, name, aligned in (
         *((112000, "float32", True), (100001, "float32", False)),  # 28 and 25 blocks of a gang
-        *((131072, "bfloat16", True), (131064, "bfloat16", False), (90112, "float16", True)),
+        *((131072, "bfloat16", True), (131064, "bfloat16", False), (90120, "float16", True)),
     ):
         chosen = config.backward_config(backward(columns, name, name, norm=norm), 16 if aligned else 2, small)
         needed = -(-columns * DTYPES[name].itemsize // (config.backward.GANG_STEP_BYTES // 2))
-        gang = needed <= multiprocessors and (device == "sm_90_slow" or columns == 90112)
+        eight = columns == 90120 and (device, norm) == ("sm_90", "rmsnorm")  # with 48 columns a thread
+        gang = needed <= multiprocessors and (device == "sm_90_slow" or columns == 90120) and not eight
         assert (chosen.route, chosen.gang) == ("staged", gang), (columns, name, aligned)
-        assert chosen.cluster == (1 if gang else 16), (columns, name, aligned)
+        assert chosen.cluster == (8 if eight else 1 if gang else 16), (columns, name, aligned)
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
@@ -1977,12 +2061,14 @@ def replace_stages(chosen: config.ForwardConfig) -> config.ForwardConfig:
 @pytest.mark.parametrize(
     ("columns", "cluster", "per_thread", "paced"),
     [
-        (14336, 2, 32, True),  # not full
+        (14592, 2, 32, True),  # not full
         (16384, 2, 32, True),
-        (25600, 4, 32, False),
-        (28672, 4, 32, False),
+        (25600, 2, 56, True),
+        (28672, 2, 56, True),
+        (29696, 4, 32, False),
         (32768, 4, 32, True),
-        (57344, 8, 32, False),
+        (57344, 4, 56, True),
+        (58368, 8, 32, False),
         (131072, 8, 64, True),
         (163840, 16, 40, True),
         (196608, 16, 48, True),
@@ -2022,7 +2108,7 @@ def test_who_keeps_pace(name):
         of_16_bits = name in ("float16", "bfloat16")
         wanted = of_16_bits and columns in (20480, 32768, 65536)
         if norm == "rmsnorm" and name != "float64":
-            paced = (14336, 16384, 32768, 65536, 262144, *((20480,) if of_16_bits else ()))
+            paced = (16384, 32768, 65536, 262144, 20480 if of_16_bits else 14336)
             wanted = columns in paced and chosen.kernel == "forward_staged"
         assert (chosen.lead > 0) == wanted, (norm, columns)
 
@@ -2042,13 +2128,13 @@ PACED_OR_NOT = {
     ("layernorm", "bfloat16"): (
         (
             *(696, 784, 904, 920, 1728, 1840, 2040, 3456, 3592, 4000, 4088, 5952, 6656, 7040, 7160, 7176, 8184),
-            *(14080, 14592, 15040, 28736, 30720, 32512, 63488, 64512),
+            *(1088, 2184, 5632, 14080, 14592, 15040, 28736, 30720, 32512, 63488, 64512),
         ),
         (
-            *(648, 664, 1472, 1520, 1600, 3056, 3200, 5632, 5888, 6272, 11776, 12032, 12544, 13312),
+            *(648, 664, 1472, 1520, 1600, 2064, 2176, 3056, 3200, 4112, 5888, 6272, 8448, 11776, 12032, 12544, 13312),
             *(24576, 26624, 28672, 57408, 60416, 62464, 118784, 131072),
         ),
-        (768, 1792, 4096, 8192, 9216, 14336, 16384, 32768, 65536),
+        (768, 1088, 1792, 2064, 2176, 2184, 4096, 4112, 8192, 8448, 9216, 14336, 16384, 32768, 65536),
     ),
     ("layernorm", "float32"): (
         (768, 960, 1952, 2816, 3072, 3712, 4064, 6144, 6656, 7296, 8072, 9216, 12288, 13568, 15104, 20224, 30720),
@@ -2543,14 +2629,16 @@ def test_where_memory_is_slow_walkers_are_few_and_column_blocks_many(columns, ro
         ("layernorm", 512, "float32", 0, 1 / 4, 1 / 4),  # alone on a multiprocessor
         ("layernorm", 512, "float32", 8, 0, 0),
         ("layernorm", 4096, "bfloat16", 0, 1 / 2, 1 / 2),
-        ("layernorm", 6144, "bfloat16", 0, 1 / 2, 1 / 4),  # 48 columns a thread
+        ("layernorm", 6144, "bfloat16", 0, 1 / 2, 1 / 4),  # 24 columns a thread
         ("layernorm", 10240, "bfloat16", 0, 1 / 4, 1 / 4),
-        ("layernorm", 14336, "bfloat16", 0, 1 / 4, 1 / 8),  # idle lanes
+        ("layernorm", 14336, "bfloat16", 0, 1 / 4, 1 / 4),
+        ("layernorm", 15360, "bfloat16", 0, 1 / 4, 1 / 8),  # idle lanes
         ("rmsnorm", 4096, "bfloat16", 0, 1 / 2, 3 / 4),
         ("rmsnorm", 4088, "bfloat16", 0, 1 / 2, 1 / 4),
         ("rmsnorm", 4096, "float64", 0, 1 / 4, 1 / 8),
         ("rmsnorm", 3072, "bfloat16", 0, 1 / 2, 1 / 4),  # 24 columns
-        ("rmsnorm", 7168, "bfloat16", 0, 1 / 4, 1 / 8),
+        ("rmsnorm", 7168, "bfloat16", 0, 1 / 2, 3 / 4),
+        ("rmsnorm", 7680, "bfloat16", 0, 1 / 4, 1 / 8),
         ("rmsnorm", 8192, "bfloat16", 0, 1 / 4, 3 / 8),
         ("rmsnorm", 128, "bfloat16", 0, 1 / 2, 1 / 2),
         ("rmsnorm", 32768, "bfloat16", 0, 0, 0),

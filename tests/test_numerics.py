@@ -184,11 +184,20 @@ def test_few_rows_by_threads_with_all_vectors(
         *((40, 896), (5000, 896), (40, 3328), (3000, 3328), (1500, 6160), (700, 13312), (400, 25600)),
         *((1000, 10240), (16, 24576), (400, 24576), (240, 40960), (200, 49152), (16, 81920), (130, 81920)),
         *((100, 98304), (70, 163840), (50, 196608)),
+        # more than 40 backward
+        *((40, 1288), (5000, 1344), (3000, 1400), (17, 2640), (3000, 2816), (1000, 5632), (300, 10760), (9, 11264)),
+        *((300, 22528), (130, 45056), (4, 83968), (60, 90112), (60, 93184), (60, 106496), (60, 113664), (36, 147456)),
+        *((36, 172032), (3, 180224), (30, 212992), (30, 221184)),
+        # RMSNorm by 28
+        *((30, 1600), (3000, 3136), (900, 6400)),
+        # forward by 28, 36, 40 in short rows, and 56
+        *((9, 136), (30000, 200), (20000, 264), (9000, 448), (40, 832), (5000, 1792), (3000, 2304), (2000, 3584)),
+        *((900, 7168), (700, 9216), (500, 14336), (250, 28672), (130, 57344), (60, 114688), (36, 229376)),
     ],
 )
 def test_rows_that_fill_the_lanes(norm: str, x: str, rows: int, columns: int) -> None:
-    """24, 28, 40 and 48 columns a thread where test_config.py has them chosen for 16 bits, and what float32 has there:
-    in one block, in clusters and gangs, with blocks that meet and beside column blocks, in both passes."""
+    """24 to 56 columns a thread where test_config.py has them chosen for 16 bits, and what float32 has there: in one
+    block, in clusters and gangs, with blocks that meet and beside column blocks, in both passes."""
     check_both_passes(pytest.importorskip("cupy"), Case(norm, rows, columns, x, "float32", x, seed=rows))
 
 

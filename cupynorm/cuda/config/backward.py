@@ -9,6 +9,8 @@ from typing import NamedTuple
 from ...problem import NormProblem
 from .column_blocks import has_column_blocks
 from .common import (
+    ANY_WARPS,
+    AS_GOOD_AS_FULL,
     ITEMSIZE,
     LONG_LEAST_STEPS,
     ODD,
@@ -23,6 +25,7 @@ from .common import (
     Access,
     BackwardConfig,
     Choice,
+    Columns,
     Device,
     Kind,
     PartLanes,
@@ -69,8 +72,9 @@ from .walkers import takes_at_least, usual_clusters
 STAGED_LEAST_STAGES = 3
 
 # In a long launch the least stages take no more on a multiprocessor, where fewer groups or blocks do with less
-# (float32, 1 GB, N=1024: 251 → 242 us). Not off 16 bytes and with mixed types.
-STAGED_MOST_RING_BYTES = 128 << 10
+# (float32, 1 GB, N=1024: 251 → 242 us). Not off 16 bytes, with mixed types, and with more columns a thread than so
+# many (LayerNorm, 1 GB, 2768, with 24, with 44 and half the groups, and so: 259.3, 304.7, 243 us).
+STAGED_MOST_RING_BYTES, STAGED_MOST_RING_COLUMNS = 128 << 10, 40
 
 # In flight on a multiprocessor: see _ring_bytes().
 STAGED_RING_BYTES, STAGED_LARGE_RING_BYTES = 112 << 10, 128 << 10
@@ -97,10 +101,22 @@ MOST_COPIED_GAPS = {True: {"rmsnorm": 1.17, "layernorm": 1.5}, False: {"rmsnorm"
 # Columns a thread, in place of 32, of LayerNorm with db, x and dy of one type: from so many threads a row on and in
 # clusters of up to so many blocks, by bytes of x's type. Of 16 bits where they cover a block's columns, in accesses of
 # 8 bytes, and where they fill its lanes with pace; in float32 where they fill the lanes of all blocks, with pace (1 GB,
-# 7168: 247.5 → 240.2 us, float32 251.5 → 242.9). RMSNorm's loop is fast enough with 32.
+# 7168: 247.5 → 240.2 us, float32 251.5 → 242.9). RMSNorm's of 16 bits, in one block, where memory is fast, from so
+# many threads on, if no more than such a part of these lanes is used (1 GB, 3080: 258.6 → 241 us, 3312 244.8 → 241).
 STAGED_FILLING_COLUMNS = 28
 STAGED_FILLING_LEAST_THREADS = {2: 32, 4: 64}
 STAGED_FILLING_CLUSTER = {2: 4, 4: 2, 8: 0}
+STAGED_FILLING_LEAST_THREADS_RMSNORM, STAGED_FILLING_PART_RMSNORM = 64, 13 / 14
+
+# More columns a thread of x and dy of one 16-bit type in vectors, LayerNorm with db, where memory is fast, by norm and
+# blocks of a cluster, and for how many warps (1 GB, LayerNorm, 1288: 276.9 → 242.6 us, 20544 299.4 → 243.4; in place of
+# gangs, RMSNorm, 82944: 268.8 → 239.2, 99840 267.4 → 240.9, 167936 271.2 → 244.9). LayerNorm's in clusters of sixteen
+# only where such a part of their lanes is used (133120: 280.8 → 284).
+STAGED_MORE_COLUMNS: dict[str, dict[int, Columns]] = {
+    "rmsnorm": {8: dict.fromkeys((44, 48, 52, 56), (8,)), 16: dict.fromkeys((40, 44, 48, 52, 56), (8,))},
+    "layernorm": {1: {44: ANY_WARPS}, 2: {44: (8,)}, 4: {44: (8,)}, 8: {44: (8,)}, 16: {44: (8,)}},
+}
+STAGED_MORE_LEAST_PART_LAYERNORM = {16: 0.91}
 
 # By columns a thread, what a block of LayerNorm has of a row, alone or in pairs; twice as many blocks share a longer
 # one (1 GB, 9216: 247.7 → 243.9 us; RMSNorm lost so). But where memory is slow lanes that all have 40, in one block,
@@ -119,12 +135,12 @@ PACED_NARROW_LEAST_COLUMNS = 32  # a thread, of several elements an access: Laye
 # 253.0 without). LayerNorm keeps none with more threads, or other columns; RMSNorm does. The first table was timed
 # where memory is fast, with one type, on compute capability 9.0, and holds below 12.0; the other elsewhere.
 Parts = dict[tuple[str, int], dict[int, tuple[tuple[int, float], ...]]]
-ALWAYS, AS_GOOD_AS_FULL, FULL, NEVER = 0.0, 0.99, 1.0, 2.0
+ALWAYS, FULL, NEVER = 0.0, 1.0, 2.0
 PACED_LEAST_PART: Parts = {
     ("rmsnorm", 2): {
         24: ((16, ALWAYS), (32, 0.8), (512, 0.895), (4096, 0.985)),
         32: ((512, ALWAYS), (1024, 0.83), (2048, 0.86), (3584, NEVER), (4096, 0.95)),
-        40: ((1024, ALWAYS), (2048, 0.9)),
+        40: ((1024, ALWAYS), (2048, 0.9), (4096, NEVER)),
     },
     ("rmsnorm", 4): {
         32: ((32, ALWAYS), (64, 0.9), (128, 0.8), (1024, ALWAYS), (1280, 0.88), (2048, ALWAYS), (2560, NEVER)),
@@ -135,7 +151,8 @@ PACED_LEAST_PART: Parts = {
         24: ((4, NEVER), (16, FULL), (32, 0.88), (128, FULL), (256, 0.965), (512, FULL)),
         28: ((32, 0.87), (256, 0.925), (512, FULL)),
         32: ((256, 0.87), (512, 0.855), (1024, 0.87), (2048, 0.965)),
-        40: ((2048, ALWAYS),),
+        40: ((32, ALWAYS), (256, 0.85), (2048, ALWAYS)),
+        44: ((2048, ALWAYS),),
     },
     ("layernorm", 4): {
         16: ((4096, ALWAYS),),
@@ -334,12 +351,12 @@ def _staged(
     for cluster, slab in splits(problem.columns, most, width, name, dy_name, device):
         if gangs and _leaves_to_gangs(cluster, slab * ITEMSIZE[name], device) and (gang := gang_of()):
             return gang
-        choice = staged_choice(name, dy_name, vector, cluster, device)
+        choice = backward_choice(kind, cluster, device)
         parts = part_of_warp_lanes(name, vector, access, choice, device)
         held = short_row(name, slab, parts, access) if small else staged_threads(slab, choice, access)
-        if held is None or _is_too_long(kind, slab, held, cluster, device):
+        if held is None or _goes_elsewhere(kind, slab, held, cluster, device):
             continue
-        if may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, slab, held, name):
+        if may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, slab, held, kind):
             held = STAGED_FILLING_COLUMNS, held[1]
         part = float(_fills_pairs(slab, held)) if access in ODD else slab / (held[0] * held[1])
         paced = may_keep_pace(kind, access, held, cluster, part, device)
@@ -458,7 +475,8 @@ def _staged_config(
     at_once = _threads_at_once(kind, per_thread, device)
     if _takes_many_warps(split, device) and at_least(MANY_WARPS_LEAST_STEPS, most_groups, device.multiprocessors):
         at_once = MANY_WARPS * WARP
-    limited = vector and name == dy_name and at_least(LONG_LEAST_STEPS, most_groups, device.multiprocessors)
+    limited = vector and name == dy_name and per_thread <= STAGED_MOST_RING_COLUMNS
+    limited = limited and at_least(LONG_LEAST_STEPS, most_groups, device.multiprocessors)
     strides = (name, problem.x_row_stride), (dy_name, problem.dy_row_stride)
     leaves = leaves_lines(start, *(stride * ITEMSIZE[part] for part, stride in strides))
     leaves = leaves and may_leave_lines(name, dy_name, (per_thread, group), vector, device)
@@ -542,7 +560,7 @@ def may_keep_pace(kind: Kind, access: Access, held: tuple[int, int], cluster: in
 
 def _paced_least_part(norm: str, x: str, dy: str, per_thread: int, threads: int, device: Device) -> float:
     """PACED_LEAST_PART, of so many threads that share a row."""
-    timed = x == dy and device.has_large_shared_memory and not device.has_slow_memory
+    timed = x == dy and device.has_fast_memory
     tables = PACED_LEAST_PART if timed else SLOW_PACED_LEAST_PART
     limits = tables.get((norm, ITEMSIZE[x]), {}).get(per_thread, ())
     return next((part for most, part in limits if threads <= most), ALWAYS if norm == "rmsnorm" else NEVER)
@@ -655,27 +673,51 @@ def _usual_lead(split: _Split, stages: int, blocks: int, step_bytes: int) -> int
     return min(most, round(4 * LEAD_BYTES / (blocks * step_bytes)))
 
 
+def backward_choice(kind: Kind, cluster: int, device: Device) -> Choice:
+    """As staged_choice() of common.py: columns a thread to choose from."""
+    norm, x, dy, sums_db, vector = kind
+    preferred, *others = staged_choice(x, dy, vector, cluster, device)
+    timed = device.is_fast_9_0 and vector and x == dy and ITEMSIZE[x] == 2 and sums_db == (norm == "layernorm")
+    more = STAGED_MORE_COLUMNS[norm].get(cluster, {}) if timed else {}
+    return ({**preferred, **more}, *others)
+
+
 def may_fill_lanes(kind: Kind, cluster: int, device: Device) -> bool:
     """Whether there are kernels with STAGED_FILLING_COLUMNS: where they gain on compute capability 9.0."""
     norm, x, dy, sums_db, vector = kind
-    gains = norm == "layernorm" and sums_db and vector and x == dy and device.has_large_shared_memory
-    return gains and cluster <= STAGED_FILLING_CLUSTER[ITEMSIZE[x]]
+    if not vector or x != dy or not device.has_large_shared_memory:
+        return False
+    if norm == "rmsnorm":
+        return device.is_fast_9_0 and ITEMSIZE[x] == 2 and cluster == 1
+    return sums_db and cluster <= STAGED_FILLING_CLUSTER[ITEMSIZE[x]]
 
 
-def _fills_lanes(columns: int, cluster: int, slab: int, held: tuple[int, int], x: str) -> bool:
+def _fills_lanes(columns: int, cluster: int, slab: int, held: tuple[int, int], kind: Kind) -> bool:
     """Whether STAGED_FILLING_COLUMNS take the place of 32; `held` is what staged_threads() chose."""
+    norm, x, *_ = kind
     per_thread, group = held
     covered = STAGED_FILLING_COLUMNS * group
+    if norm == "rmsnorm":
+        return (
+            per_thread == 32
+            and group >= STAGED_FILLING_LEAST_THREADS_RMSNORM
+            and slab <= STAGED_FILLING_PART_RMSNORM * covered
+        )
     if per_thread != 32 or group < STAGED_FILLING_LEAST_THREADS[ITEMSIZE[x]] or slab > covered:
         return False
     return columns == covered * cluster or (ITEMSIZE[x] == 2 and cluster != 2)
 
 
-def _is_too_long(kind: Kind, slab: int, held: tuple[int, int], cluster: int, device: Device) -> bool:
-    """Whether a block's part of a row goes to more blocks though it has room; `held` is what staged_threads() chose."""
+def _goes_elsewhere(kind: Kind, slab: int, held: tuple[int, int], cluster: int, device: Device) -> bool:
+    """Whether a block's part of a row goes to more blocks, or to gangs, though it has room; `held` is what
+    staged_threads() chose."""
     norm, _, _, sums_db, vector = kind
     per_thread, group = held
-    if norm != "layernorm" or cluster > STAGED_MOST_COLUMNS_CLUSTER:
+    if norm != "layernorm":
+        return False
+    if per_thread in STAGED_MORE_COLUMNS[norm].get(cluster, {}):
+        return slab < STAGED_MORE_LEAST_PART_LAYERNORM.get(cluster, 0.0) * per_thread * group
+    if cluster > STAGED_MOST_COLUMNS_CLUSTER:
         return False
     if cluster == 1 and slab == per_thread * group and device.has_slow_memory and vector and sums_db:
         return False

@@ -302,7 +302,7 @@ def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) ->
         return COLUMN_BLOCKS_BYTES
     if not slow:
         narrow_of_four = config.slabs == 4 and config.threads < STAGED_MAX_THREADS
-        if config.per_thread == 40 and (narrow_of_four if sums_db else alone and config.slabs <= 2):
+        if config.per_thread >= 40 and (narrow_of_four if sums_db else alone and config.slabs <= 2):
             return WIDE_COLUMN_BLOCKS_BYTES
         many = config.per_thread > 24 or config.group_threads == STAGED_MAX_THREADS
         long = many and (alone or problem.columns >= LONG_COLUMNS)
@@ -325,7 +325,7 @@ def _shared_column_blocks(
     if not float32 and not _is_usual(config, problem):
         return None
     least_rows = SHARED_LEAST_ROWS[min(narrow.sectors, 3) - 1] * STAGED_MAX_THREADS / config.threads
-    fast_wide = not slow and sums_db and config.per_thread == 40 and not float32
+    fast_wide = not slow and sums_db and config.per_thread >= 40 and not float32
     if config.slabs > 1 or narrow.rows <= least_rows or columns > SHARED_MOST_COLUMNS:
         return None
     scale = device.multiprocessors / 132 * most / COLUMN_BLOCKS
@@ -409,7 +409,7 @@ def _aimed_column_blocks(config: BackwardConfig, problem: NormProblem, together:
         most = SLOW_MOST_AIMED_40 if config.per_thread == 40 else most
     elif slow and config.per_thread == 40 and together == 1 and data > SLOW_WIDE_BYTES:
         least = most = SLOW_WIDE_COLUMN_BLOCKS
-    elif not slow and config.per_thread == 40:
+    elif not slow and config.per_thread >= 40:
         most = FAST_MOST_AIMED_40[sums_db]
     elif not slow and not sums_db:
         most = FAST_MOST_AIMED_OF_FOUR if config.slabs == 4 else most

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,12 +18,14 @@ STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
 DX_ALONE = "DX_ALONE=1"  # a definition of backward_staged.cu
 OFF_LINES = "OFF_LINES=1"  # and of staged.cuh
 
-# Columns a thread where a row takes whole warps, by whether in vectors and by the arithmetic's type. Several, so that
-# rows of any length fill the lanes of 1, 2, 4 or 8 warps; more off 16 bytes, where lanes without a column take as
-# long as the others (an H100, 1 GB, LayerNorm, N=601: 447 → 356 us).
-STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, tuple[int, ...]]] = {
-    True: {"float32": (24, 32, 40), "float64": (16,)},
-    False: {"float32": (20, 24, 28, 32, 36, 40), "float64": (16,)},
+# Columns a thread where a row takes whole warps, by whether in vectors and by the arithmetic's type, and for how many
+# warps that share a row. Several, so that rows of any length fill the lanes; more off 16 bytes, where lanes without a
+# column take as long as the others (an H100, 1 GB, LayerNorm, N=601: 447 → 356 us). One alone is for any number.
+Columns = dict[int, tuple[int, ...]]
+ANY_WARPS = (1, 2, 4, 8)
+STAGED_COLUMNS_PER_THREAD: dict[bool, dict[str, Columns]] = {
+    True: {"float32": dict.fromkeys((24, 32, 40), ANY_WARPS), "float64": {16: ANY_WARPS}},
+    False: {"float32": dict.fromkeys((20, 24, 28, 32, 36, 40), ANY_WARPS), "float64": {16: ANY_WARPS}},
 }
 
 # Of rows of a warp or less: columns a thread, beside columns_per_thread(), and on how many lanes at least and at
@@ -58,11 +59,10 @@ ODD_SLACK_BYTES = 384  # three pairs of each lane of a warp
 # 256.5, but in clusters of two 8872: 250.3 → 267.9). Else each has so many columns, or whole vectors.
 LINE_BYTES, LINES_LEAST_CLUSTER, SLAB_UNIT = 128, 4, 8
 
-STAGED_USUAL_COLUMNS_PER_THREAD = {"float32": (32,), "float64": (16,)}
+STAGED_USUAL_COLUMNS_PER_THREAD: dict[str, Columns] = {"float32": {32: ANY_WARPS}, "float64": {16: ANY_WARPS}}
 PACE_FORWARD_LEAST_STEPS = LONG_LEAST_STEPS = 48  # of a walker
+AS_GOOD_AS_FULL = 0.99  # part of the columns for which a block's lanes have room
 
-# More columns a thread than these only where a row takes so many warps: FORWARD_COLUMNS_PER_THREAD of forward.py.
-FORWARD_MORE_COLUMNS, FORWARD_MORE_COLUMNS_LEAST_WARPS = 40, 4
 SMALL_BLOCK = 256  # threads of a block whose groups are warps or parts of warps
 STEP_COUNTERS = 4  # kStepCounters of counters.cuh
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -97,9 +97,14 @@ class Device(NamedTuple):
         return 0 < self.memory_gbps < 33 * self.multiprocessors and self.has_large_shared_memory
 
     @property
+    def has_fast_memory(self) -> bool:
+        """As an H200, or what was made for data centres and is not known to be slower."""
+        return self.has_large_shared_memory and not self.has_slow_memory
+
+    @property
     def is_fast_9_0(self) -> bool:
         """An H200, say, or what has as much memory bandwidth for a multiprocessor."""
-        return not self.has_slow_memory and self.compute_capability == (9, 0)
+        return self.has_fast_memory and self.compute_capability == (9, 0)
 
     @property
     def largest_cluster(self) -> int:
@@ -364,42 +369,45 @@ def leaves_lines(start: int, *strides: int) -> bool:
     return any(distance % LINE_BYTES for distance in (start, *strides))
 
 
-Choice = tuple[tuple[int, ...], ...]  # columns a thread, those to be preferred first
+Choice = tuple[Columns, ...]  # those to be preferred first
 
 
 def staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) -> Choice:
     """Columns a thread to choose from; rare combinations, of which there are many, have no choice."""
     if not vector and not device.has_large_shared_memory:  # with 32, and db, kernels spill
-        return ((columns_per_thread(x),),)
+        return ({columns_per_thread(x): ANY_WARPS},)
     largest = 4 if vector and ITEMSIZE[x] > 2 else 8
     usual = x != dy or cluster > largest or not device.has_large_shared_memory
     return (_usual_columns(x) if usual else several_columns(x, vector, cluster),)
 
 
-def several_columns(x: str, vector: bool, cluster: int) -> tuple[int, ...]:
+def several_columns(x: str, vector: bool, cluster: int) -> Columns:
     return asked_for(STAGED_COLUMNS_PER_THREAD[vector][compute_name(x)], cluster)
 
 
-def asked_for(several: tuple[int, ...], cluster: int) -> tuple[int, ...]:
+def asked_for(several: Columns, cluster: int) -> Columns:
     """In place of up to half of the most on eight warps, as clusters have for long rows, there are more on four."""
-    return tuple(n for n in several if cluster == 1 or 2 * n > several[-1])
+    return {n: warps for n, warps in several.items() if cluster == 1 or 2 * n > max(several)}
 
 
-def _usual_columns(x: str) -> tuple[int, ...]:
+def _usual_columns(x: str) -> Columns:
     return STAGED_USUAL_COLUMNS_PER_THREAD[compute_name(x)]
 
 
 def staged_threads(slab: int, choice: Choice, access: Access) -> tuple[int, int] | None:
-    """Columns a thread, and threads that share a row: the fewest warps that hold a block's columns of it, if any do."""
+    """Columns a thread, and threads that share a row: with the fewest lanes, and then warps, that hold a block's
+    columns of it, if any do."""
     for preferred in choice:
         if len(preferred) > 1:
-            for warps, per_thread in product((1, 2, 4, 8), preferred):
-                least_warps = FORWARD_MORE_COLUMNS_LEAST_WARPS if per_thread > FORWARD_MORE_COLUMNS else 1
+            options = [(per_thread * warps, warps) for per_thread in preferred for warps in preferred[per_thread]]
+            for per_lane, warps in sorted(options):
                 columns_of_warp = odd_span(slab, warps) if access in ODD else divide_up(slab, warps)
-                if least_warps <= warps and columns_of_warp <= WARP * per_thread:
-                    return per_thread, warps * WARP
-        elif (threads := in_whole_warps(divide_up(slab, preferred[0]))) <= STAGED_MAX_THREADS:
-            return preferred[0], threads
+                if columns_of_warp * warps <= WARP * per_lane:
+                    return per_lane // warps, warps * WARP
+        else:
+            (per_thread,) = preferred
+            if (threads := in_whole_warps(divide_up(slab, per_thread))) <= STAGED_MAX_THREADS:
+                return per_thread, threads
     return None
 
 

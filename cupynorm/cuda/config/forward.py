@@ -6,6 +6,8 @@ from itertools import product
 
 from ...problem import NormProblem
 from .common import (
+    ANY_WARPS,
+    AS_GOOD_AS_FULL,
     CLUSTERS,
     ITEMSIZE,
     ODD,
@@ -19,12 +21,12 @@ from .common import (
     WARP,
     Access,
     Choice,
+    Columns,
     Device,
     ForwardConfig,
     PartLanes,
     access_of,
     argument_bytes,
-    asked_for,
     columns_per_thread,
     compute_itemsize,
     counts_to_try,
@@ -59,7 +61,7 @@ from .walkers import takes_at_least, usual_clusters
 # In vectors or off 16 bytes, by bytes of x's type. In vectors, 1 GB, LayerNorm: N=384 223 → 185 us, N=192 255 →
 # 183; with 32, N=256 194 → 177, but 512 177 → 185.
 FORWARD_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
-    True: {2: {24: (1, 16), 32: (1, 8)}, 4: {24: (1, 16), 32: (1, 8)}},
+    True: {2: {24: (1, 16), 28: (8, 16), 32: (1, 8), 40: (4, 8)}, 4: {24: (1, 16), 32: (1, 8)}},
     False: {4: {12: (8, 32), 20: (16, 16)}},
 }
 
@@ -95,7 +97,7 @@ FORWARD_STAGED_LEAST_STAGES, FORWARD_STAGED_MORE_STAGES, FORWARD_SHORT_STEPS = 2
 # 48, in whole warps, +1%). In clusters, and off 16 bytes in blocks of eight warps, with so many of both norms (1 GB,
 # off 16 bytes, RMSNorm, 32772: 194 → 176, 8191: 184 → 175, LayerNorm, 16388: 194 → 180; but RMSNorm, 4095, in four
 # warps: 172 → 175, and RMSNorm's clusters with 32 columns, with leads of ten quarters ±0.5%, of six +1.3 to +3.5%).
-FORWARD_MORE_STAGES_COLUMNS, FORWARD_MORE_STAGES_PART_COLUMNS = (36, 40, 64), (24,)
+FORWARD_MORE_STAGES_COLUMNS, FORWARD_MORE_STAGES_PART_COLUMNS = (36, 40, 64), (24, 28)
 FORWARD_MORE_STAGES_CLUSTER_COLUMNS, FORWARD_MORE_STAGES_BLOCK_COLUMNS = (36, 40, 48), 36
 
 # Where each walker has many steps, of all steps this part is drawn by whoever is done first, this one by blocks alone
@@ -144,8 +146,8 @@ LEAD_FORWARD_MANY = {
 # three and four, six, eight, ten: 172.1, 167.4, 164.6, 166.0, 169.8, 170.8 us; LayerNorm, 40960, with two and without,
 # with three and without, with six, eight, ten: 179.5, 174.9, 173.2, 171.3, 170.6; an H100, RMSNorm, 20480, before and
 # with four, six: 234.7, 227.0, 229.2).
-PACED_FORWARD_COLUMNS = 40, 48
-LEAD_FORWARD_40_48 = {
+PACED_FORWARD_COLUMNS = 40, 48, 56
+LEAD_FORWARD_SEVERAL = {
     False: {"rmsnorm": (6, 6), "layernorm": (6, 10)},
     True: {"rmsnorm": (4, 4), "layernorm": (4, 4)},
 }
@@ -178,9 +180,16 @@ SLOW_FORWARD_RING_BYTES, SLOW_FORWARD_RING_STEPS = 112 << 10, (10, 48)
 # 182). Not timed where memory is slow.
 FORWARD_HALVED_COLUMNS, FORWARD_HALVED_MOST_CLUSTER = (28, 32), 8
 
-# Columns a thread in the forward pass of 16-bit types. LayerNorm, whose sums within a warp cost more, gains from more
-# (1 GB, 65536, with 32 and 64: 210, 182 us; RMSNorm 174, 178). More than 40 only where a row takes four warps or more.
-FORWARD_COLUMNS_PER_THREAD = {"rmsnorm": (24, 32, 40, 48), "layernorm": (24, 32, 40, 48, 64)}
+# Columns a thread in the forward pass of 16-bit types, in vectors, and for how many warps. LayerNorm, whose sums within
+# a warp cost more, gains from more (1 GB, 65536, with 32 and 64: 210, 182 us; RMSNorm 174, 178), and lanes without a
+# column cost most of what others do.
+FORWARD_COLUMNS_PER_THREAD: dict[str, Columns] = {
+    "rmsnorm": {24: (1, 2, 4), 32: ANY_WARPS, 36: ANY_WARPS, 40: ANY_WARPS, 48: (4, 8), 56: (4, 8)},
+    "layernorm": {24: ANY_WARPS, 28: (1,), 32: (1, 2, 4), 36: (8,), 40: ANY_WARPS, 48: (8,), 56: ANY_WARPS, 64: (4, 8)},
+}
+
+# And in clusters, on eight warps of each block.
+FORWARD_CLUSTER_COLUMNS = {"rmsnorm": (32, 40, 48, 56), "layernorm": (36, 40, 48, 56, 64)}
 
 # RMSNorm's in clusters of eight and sixteen that have no room for the row otherwise.
 FORWARD_MANY_COLUMNS_PER_THREAD = 64
@@ -200,9 +209,11 @@ def forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Device
         return staged_choice(x, x, vector, cluster, device)
     # Compiled for 10.0, LayerNorm keeps float16 columns widened, and spills.
     spills = norm == "layernorm" and x == "float16" and device.compute_capability >= (10, 0)
-    many: Choice = () if spills else ((FORWARD_MANY_COLUMNS_PER_THREAD,),)
-    choice = FORWARD_COLUMNS_PER_THREAD[norm][: -1 if spills else None]
-    return (asked_for(choice, cluster), *(many if cluster >= 8 and norm == "rmsnorm" else ()))
+    many: Choice = () if spills else ({FORWARD_MANY_COLUMNS_PER_THREAD: ANY_WARPS},)
+    in_clusters = dict.fromkeys(FORWARD_CLUSTER_COLUMNS[norm], ANY_WARPS[-1:])
+    several = FORWARD_COLUMNS_PER_THREAD[norm] if cluster == 1 else in_clusters
+    several = {n: warps for n, warps in several.items() if not spills or n < FORWARD_MANY_COLUMNS_PER_THREAD}
+    return (several, *(many if cluster >= 8 and norm == "rmsnorm" else ()))
 
 
 def _keeps_b_in_shared(norm: str, x: str, vector: bool, held: tuple[int, int], cluster: int, device: Device) -> bool:
@@ -297,15 +308,15 @@ def forward_keeps_pace(
 ) -> bool:
     """Clusters alone, for these do not draw. `held` and `part` are as for may_keep_pace() of backward.py."""
     few_blocks = norm == "rmsnorm" or cluster <= PACED_FORWARD_MOST_BLOCKS_LAYERNORM[device.has_slow_memory]
-    many = held[0] == FORWARD_MANY_COLUMNS_PER_THREAD or (few_blocks and _has_40_or_48(x, held))
-    timed = device.has_large_shared_memory and not device.has_slow_memory
-    least_part = PACED_FORWARD_LEAST_PART.get(ITEMSIZE[x], 0.99) if timed else 0.99
+    many = held[0] == FORWARD_MANY_COLUMNS_PER_THREAD or (few_blocks and _has_paced_columns(x, held[0]))
+    timed = device.has_fast_memory
+    least_part = PACED_FORWARD_LEAST_PART.get(ITEMSIZE[x], AS_GOOD_AS_FULL) if timed else AS_GOOD_AS_FULL
     gains = held[0] == 32 and norm == "rmsnorm" and (part >= least_part or cluster == 2)
     return vector and cluster > 1 and (many or gains)
 
 
-def _has_40_or_48(x: str, held: tuple[int, int]) -> bool:
-    return ITEMSIZE[x] == 2 and held[0] in PACED_FORWARD_COLUMNS
+def _has_paced_columns(x: str, per_thread: int) -> bool:
+    return ITEMSIZE[x] == 2 and per_thread in PACED_FORWARD_COLUMNS
 
 
 def _forward_least_stages(norm: str, x: str, held: tuple[int, int], cluster: int, few_steps: bool) -> int:
@@ -336,7 +347,7 @@ def _forward_lead(norm: str, per_thread: int, cluster: int, device: Device) -> i
     slow = device.has_slow_memory
     if per_thread == FORWARD_MANY_COLUMNS_PER_THREAD:
         return LEAD_FORWARD_MANY[slow][norm][cluster]
-    return LEAD_FORWARD_40_48[slow][norm][cluster > 2] if per_thread in PACED_FORWARD_COLUMNS else LEAD_FORWARD[slow]
+    return LEAD_FORWARD_SEVERAL[slow][norm][cluster > 2] if per_thread in PACED_FORWARD_COLUMNS else LEAD_FORWARD[slow]
 
 
 def _forward_paced_steps(norm: str, x: str, per_thread: int, part: float, device: Device) -> int:
@@ -344,7 +355,7 @@ def _forward_paced_steps(norm: str, x: str, per_thread: int, part: float, device
     timed = ITEMSIZE[x] == 2 and device.is_fast_9_0
     if not timed or (norm == "layernorm" and part < PACED_FORWARD_FILLED_LAYERNORM):
         return PACE_FORWARD_LEAST_STEPS
-    few = norm == "rmsnorm" and per_thread in PACED_FORWARD_COLUMNS
+    few = norm == "rmsnorm" and _has_paced_columns(x, per_thread)
     return PACED_FORWARD_STEPS if few else PACED_FORWARD_STEPS_FILLED
 
 

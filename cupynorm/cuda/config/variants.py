@@ -11,6 +11,7 @@ from ...problem import FLOAT_NAMES
 from .backward import (
     DIRECT_MAX_THREADS,
     STAGED_FILLING_COLUMNS,
+    backward_choice,
     backward_definitions,
     direct_definitions,
     gang_definitions,
@@ -22,6 +23,7 @@ from .backward import (
     widening_definitions,
 )
 from .common import (
+    ANY_WARPS,
     CLUSTERS,
     ODD,
     ODD_BY_ELEMENT,
@@ -41,7 +43,6 @@ from .common import (
     for_dx_alone,
     has_long_rows,
     may_leave_lines,
-    staged_choice,
     staged_definitions,
     triad_definitions,
 )
@@ -82,8 +83,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         kind = (norm, x, dy, want_db, vector)
 
         def choices(cluster: int, device: Device, kind: Kind = kind) -> Choice:
-            filling: Choice = ((STAGED_FILLING_COLUMNS,),) if may_fill_lanes(kind, cluster, device) else ()
-            return (*staged_choice(kind[1], kind[2], kind[4], cluster, device), *filling)
+            filling: Choice = ({STAGED_FILLING_COLUMNS: ANY_WARPS},) if may_fill_lanes(kind, cluster, device) else ()
+            return (*backward_choice(kind, cluster, device), *filling)
 
         parts = part_of_warp_lanes(x, vector, SINGLE, choices(1, device), device)
         for per_thread in parts:
