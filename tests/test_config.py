@@ -214,7 +214,7 @@ def test_28_columns_a_thread_in_place_of_32(columns, name, cluster, per_thread):
     ],
 )
 def test_rmsnorm_has_28_columns_a_thread_where_lanes_are_idle(columns, per_thread, paced):
-    """In one block, where memory is fast."""
+    """In one block, on compute capability 9.0 where memory is fast."""
     problem = backward(columns, "bfloat16", "bfloat16", 1 << 20, "rmsnorm")
     for device, expected in (("sm_90", per_thread), ("sm_90_slow", 32), ("sm_100", 32)):
         chosen = config.backward_config(problem, 16, DEVICES[device])
@@ -240,7 +240,8 @@ def test_rmsnorm_has_28_columns_a_thread_where_lanes_are_idle(columns, per_threa
     ],
 )
 def test_more_than_40_columns_a_thread_where_memory_is_fast(norm, columns, name, cluster, per_thread, paced):
-    """Of x and dy of one 16-bit type in vectors, LayerNorm with db; where it is slow, and elsewhere, fewer."""
+    """Of x and dy of one 16-bit type in vectors, LayerNorm with db, on compute capability 9.0; else fewer, as where
+    memory is slow."""
     problem = backward(columns, name, name, 1 << 20, norm)
     chosen = config.backward_config(problem, 16, DEVICES["sm_90"])
     assert (chosen.cluster, chosen.per_thread, chosen.gang) == (cluster, per_thread, False)

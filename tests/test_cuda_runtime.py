@@ -221,9 +221,8 @@ PACE_CASES = {
 }
 PACE_GANGS = (131072, 163840)  # not where memory is fast, unless they have to
 PACE_NEVER = 2047  # odd, of few warps, with idle lanes
-# RMSNorm's, with idle lanes; by clusters of sixteen, but with dx alone gangs where memory is slow.
-RMSNORM_KEEPS_NONE = {("float32", 1792), ("bfloat16", 1344), ("bfloat16", 22528)}
-RMSNORM_NEVER_FAST = "bfloat16", 163840
+RMSNORM_KEEPS_NONE = {("float32", 1792), ("bfloat16", 1344), ("bfloat16", 22528)}  # with idle lanes
+RMSNORM_NEVER_FAST = "bfloat16", 163840  # in clusters of sixteen; where memory is slow in gangs
 
 
 # As if memory were not slow; these as if it were, too.

@@ -101,17 +101,18 @@ MOST_COPIED_GAPS = {True: {"rmsnorm": 1.17, "layernorm": 1.5}, False: {"rmsnorm"
 # Columns a thread, in place of 32, of LayerNorm with db, x and dy of one type: from so many threads a row on and in
 # clusters of up to so many blocks, by bytes of x's type. Of 16 bits where they cover a block's columns, in accesses of
 # 8 bytes, and where they fill its lanes with pace; in float32 where they fill the lanes of all blocks, with pace (1 GB,
-# 7168: 247.5 → 240.2 us, float32 251.5 → 242.9). RMSNorm's of 16 bits, in one block, where memory is fast, from so
-# many threads on, if no more than such a part of these lanes is used (1 GB, 3080: 258.6 → 241 us, 3312 244.8 → 241).
+# 7168: 247.5 → 240.2 us, float32 251.5 → 242.9). RMSNorm's of 16 bits, in one block, on compute capability
+# 9.0 where memory is fast, from so many threads on, if no more than such a part of these lanes is used (1 GB, 3080:
+# 258.2 → 240.5 us).
 STAGED_FILLING_COLUMNS = 28
 STAGED_FILLING_LEAST_THREADS = {2: 32, 4: 64}
 STAGED_FILLING_CLUSTER = {2: 4, 4: 2, 8: 0}
 STAGED_FILLING_LEAST_THREADS_RMSNORM, STAGED_FILLING_PART_RMSNORM = 64, 13 / 14
 
-# More columns a thread of x and dy of one 16-bit type in vectors, LayerNorm with db, where memory is fast, by norm and
-# blocks of a cluster, and for how many warps (1 GB, LayerNorm, 1288: 276.9 → 242.6 us, 20544 299.4 → 243.4; in place of
-# gangs, RMSNorm, 82944: 268.8 → 239.2, 99840 267.4 → 240.9, 167936 271.2 → 244.9). LayerNorm's in clusters of sixteen
-# only where such a part of their lanes is used (133120: 280.8 → 284).
+# More columns a thread of x and dy of one 16-bit type in vectors, LayerNorm with db, on compute capability 9.0
+# where memory is fast, by norm and blocks of a cluster, and for how many warps (1 GB, LayerNorm, 1288: 276.9 → 242.5
+# us, 20544 299.4 → 243.4; in place of gangs, RMSNorm, 82944: 268.8 → 239.1, 99840 267.4 → 241.1, 167936 271.2 → 244.9).
+# LayerNorm's in clusters of sixteen only where such a part of their lanes is used, as gangs of shorter rows do as well.
 STAGED_MORE_COLUMNS: dict[str, dict[int, Columns]] = {
     "rmsnorm": {8: dict.fromkeys((44, 48, 52, 56), (8,)), 16: dict.fromkeys((40, 44, 48, 52, 56), (8,))},
     "layernorm": {1: {44: ANY_WARPS}, 2: {44: (8,)}, 4: {44: (8,)}, 8: {44: (8,)}, 16: {44: (8,)}},

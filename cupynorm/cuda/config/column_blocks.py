@@ -37,12 +37,12 @@ FEW_COLUMN_BLOCKS, FEW_COLUMN_BLOCKS_ROWS = 56, {False: (120, 100), True: (120, 
 # Longer rows gain beyond these, and by bytes alone where a block has one row a step (where memory is fast, with db,
 # only in clusters, of less than eight warps a block, and where rows that lie apart take FAST_APART_THREADS or less).
 # Where memory is fast, up to LONG_COLUMN_BLOCKS_BYTES, from LONG_COLUMNS on where a block has several rows, with 24
-# columns a thread where eight warps share one (50 MB, LayerNorm, 12288: 25.5 → 23.5 us); with 40 up to the last, with
-# db in clusters of four, of less than eight warps a block, without it in blocks of one row and clusters of two (70 MB,
-# 20480: LayerNorm 32.7 → 29.2, RMSNorm 29.3 → 27.4; but 32768, 32 columns, 78 MB, 31.4 → 39.4). Where it is slow, by
-# whether db is summed and whether a block has one row, by columns a thread (an H100, 75 MB, LayerNorm, 12288: 39.5 →
-# 36.8 us). Column blocks must be many: with db, too few fall so far behind that they miss the L2 cache. The ..._ELSE
-# are for larger types, rows off 16 bytes and larger clusters.
+# columns a thread where eight warps share one (50 MB, LayerNorm, 12288: 25.5 → 23.5 us); with 40 and more up to the
+# last, with db in clusters of four, of less than eight warps a block, without it in blocks of one row and clusters of
+# two (70 MB, 20480: LayerNorm 32.7 → 29.2, RMSNorm 29.3 → 27.4; but 32768, 32 columns, 78 MB, 31.4 → 39.4). Where it is
+# slow, by whether db is summed and whether a block has one row, by columns a thread (an H100, 75 MB, LayerNorm, 12288:
+# 39.5 → 36.8 us). Column blocks must be many: with db, too few fall so far behind that they miss the L2 cache. The
+# ..._ELSE are for larger types, rows off 16 bytes and larger clusters.
 LONG_COLUMN_BLOCKS_BYTES, LONG_COLUMNS, WIDE_COLUMN_BLOCKS_BYTES = 60 << 20, 4096, 86 << 20
 SLOW_COLUMN_BLOCKS_BYTES: dict[tuple[bool, bool], dict[int, int]] = {
     (False, True): {32: 105 << 20, 40: 105 << 20},  # where no lane is idle
@@ -96,8 +96,8 @@ MOST_AIMED_OF_SEVERAL, NARROW_SLICE, BROKEN_LINES = 46, 1.3, 1.2
 SLOW_AIMED_24, SLOW_MANY_BYTES, SLOW_MOST_AIMED_40 = {False: 48, True: 64}, 28 << 20, 54
 SLOW_MOST_AIMED_OF_FOUR = {False: 52, True: 56}
 
-# Where memory is fast, at most so many: with 40 columns a thread by whether db is summed, without it in clusters of
-# four, with it with 28 (10240, 50 MB, with 54 and 40: 22.0, 21.2 us).
+# Where memory is fast, at most so many: with 40 columns a thread and more by whether db is summed, without it in
+# clusters of four, with it with 28 (10240, 50 MB, with 54 and 40: 22.0, 21.2 us).
 FAST_MOST_AIMED_40, FAST_MOST_AIMED_OF_FOUR, FAST_MOST_AIMED_28 = {False: 43, True: 54}, 36, 56
 
 # LayerNorm with 40 columns a thread, in one block, where memory is slow: 25 MB, 5120, with 54 blocks 19.5 us, with 80
@@ -136,8 +136,8 @@ SLOW_SHARED_LONG_BYTES, SLOW_SHARED_LONG_BLOCKS = {False: 27 << 20, True: 21 << 
 # MB, 12.7 → 12.4, LayerNorm 13.4 → 12.8).
 FAST_SHARED_POWERS_COLUMNS, FAST_SHARED_POWERS_BYTES, FAST_SHARED_WIDE_BLOCKS = 1024, 20 << 20, 50
 
-# Where memory is fast, with db: slices of two lines, with 32 columns a thread from so much data on, with 40 in any
-# case (37 MB, LayerNorm, 2560: 24.3 → 20.2 us).
+# Where memory is fast, with db: slices of two lines, with 32 columns a thread from so much data on, with 40 and more in
+# any case (37 MB, LayerNorm, 2560: 24.3 → 20.2 us).
 FAST_SHARED_LONG_BYTES, FAST_SHARED_LONG_BLOCKS = 20 << 20, 54
 
 # Float32 (_is_float32), in place of the limits above: up to so many bytes, without and with db; of rows of a warp or

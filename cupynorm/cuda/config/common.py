@@ -382,11 +382,8 @@ def staged_choice(x: str, dy: str, vector: bool, cluster: int, device: Device) -
 
 
 def several_columns(x: str, vector: bool, cluster: int) -> Columns:
-    return asked_for(STAGED_COLUMNS_PER_THREAD[vector][compute_name(x)], cluster)
-
-
-def asked_for(several: Columns, cluster: int) -> Columns:
     """In place of up to half of the most on eight warps, as clusters have for long rows, there are more on four."""
+    several = STAGED_COLUMNS_PER_THREAD[vector][compute_name(x)]
     return {n: warps for n, warps in several.items() if cluster == 1 or 2 * n > max(several)}
 
 
@@ -395,15 +392,15 @@ def _usual_columns(x: str) -> Columns:
 
 
 def staged_threads(slab: int, choice: Choice, access: Access) -> tuple[int, int] | None:
-    """Columns a thread, and threads that share a row: with the fewest lanes, and then warps, that hold a block's
-    columns of it, if any do."""
+    """Columns a thread, and threads that share a row: those with room for the fewest columns, and of these the fewest
+    warps, that hold a block's columns of it, if any do."""
     for preferred in choice:
         if len(preferred) > 1:
             options = [(per_thread * warps, warps) for per_thread in preferred for warps in preferred[per_thread]]
-            for per_lane, warps in sorted(options):
+            for room, warps in sorted(options):
                 columns_of_warp = odd_span(slab, warps) if access in ODD else divide_up(slab, warps)
-                if columns_of_warp * warps <= WARP * per_lane:
-                    return per_lane // warps, warps * WARP
+                if columns_of_warp * warps <= WARP * room:
+                    return room // warps, warps * WARP
         else:
             (per_thread,) = preferred
             if (threads := in_whole_warps(divide_up(slab, per_thread))) <= STAGED_MAX_THREADS:

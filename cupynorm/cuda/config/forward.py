@@ -94,9 +94,9 @@ FORWARD_STAGED_LEAST_STAGES, FORWARD_STAGED_MORE_STAGES, FORWARD_SHORT_STEPS = 2
 
 # And of LayerNorm's blocks that are no clusters, by columns a thread, in whole warps and in parts (1 GB, 2560: 170.0 →
 # 168.6 us, 384: 186 → 176; off 16 bytes, with 36, 667 MB, 1025 130.5 → 123.9, 4100 130.6 → 126.8; but with 24, 32 and
-# 48, in whole warps, +1%). In clusters, and off 16 bytes in blocks of eight warps, with so many of both norms (1 GB,
-# off 16 bytes, RMSNorm, 32772: 194 → 176, 8191: 184 → 175, LayerNorm, 16388: 194 → 180; but RMSNorm, 4095, in four
-# warps: 172 → 175, and RMSNorm's clusters with 32 columns, with leads of ten quarters ±0.5%, of six +1.3 to +3.5%).
+# 48, in whole warps, +1%). In clusters, and in blocks of eight warps, with so many of both norms (1 GB, off 16 bytes,
+# RMSNorm, 32772: 194 → 176, 8191: 184 → 175, LayerNorm, 16388: 194 → 180; but RMSNorm, 4095, in four warps: 172 → 175,
+# and RMSNorm's clusters with 32 columns, with leads of ten quarters ±0.5%, of six +1.3 to +3.5%).
 FORWARD_MORE_STAGES_COLUMNS, FORWARD_MORE_STAGES_PART_COLUMNS = (36, 40, 64), (24, 28)
 FORWARD_MORE_STAGES_CLUSTER_COLUMNS, FORWARD_MORE_STAGES_BLOCK_COLUMNS = (36, 40, 48), 36
 
@@ -141,11 +141,11 @@ LEAD_FORWARD_MANY = {
     True: {"rmsnorm": {8: 4, 16: 4}, "layernorm": {2: 5, 4: 5, 8: 4, 16: 5}},
 }
 
-# And with so many columns a thread, of 16-bit types, which in clusters have FORWARD_STAGED_MORE_STAGES in any case, by
-# clusters of two and larger ones (1 GB, RMSNorm, 20480, with two stages, without pace and with six quarters, with
-# three and four, six, eight, ten: 172.1, 167.4, 164.6, 166.0, 169.8, 170.8 us; LayerNorm, 40960, with two and without,
-# with three and without, with six, eight, ten: 179.5, 174.9, 173.2, 171.3, 170.6; an H100, RMSNorm, 20480, before and
-# with four, six: 234.7, 227.0, 229.2).
+# And with so many columns a thread, of 16-bit types, which with 40 and 48 in clusters have FORWARD_STAGED_MORE_STAGES
+# in any case, by clusters of two and larger ones (1 GB, RMSNorm, 20480, with two stages, without pace and with six
+# quarters, with three and four, six, eight, ten: 172.1, 167.4, 164.6, 166.0, 169.8, 170.8 us; LayerNorm, 40960, with
+# two and without, with three and without, with six, eight, ten: 179.5, 174.9, 173.2, 171.3, 170.6; an H100, RMSNorm,
+# 20480, before and with four, six: 234.7, 227.0, 229.2).
 PACED_FORWARD_COLUMNS = 40, 48, 56
 LEAD_FORWARD_SEVERAL = {
     False: {"rmsnorm": (6, 6), "layernorm": (6, 10)},
@@ -207,12 +207,13 @@ def forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Device
         return (several_columns(x, vector, cluster),)
     if ITEMSIZE[x] != 2 or not device.has_large_shared_memory:
         return staged_choice(x, x, vector, cluster, device)
-    # Compiled for 10.0, LayerNorm keeps float16 columns widened, and spills.
+    # Compiled for 10.0, LayerNorm keeps float16 columns widened, and spills with 64 of them, in clusters of 16 with 56.
     spills = norm == "layernorm" and x == "float16" and device.compute_capability >= (10, 0)
+    spilling = 56 if cluster == CLUSTERS[-1] else FORWARD_MANY_COLUMNS_PER_THREAD
     many: Choice = () if spills else ({FORWARD_MANY_COLUMNS_PER_THREAD: ANY_WARPS},)
     in_clusters = dict.fromkeys(FORWARD_CLUSTER_COLUMNS[norm], ANY_WARPS[-1:])
     several = FORWARD_COLUMNS_PER_THREAD[norm] if cluster == 1 else in_clusters
-    several = {n: warps for n, warps in several.items() if not spills or n < FORWARD_MANY_COLUMNS_PER_THREAD}
+    several = {n: warps for n, warps in several.items() if not spills or n < spilling}
     return (several, *(many if cluster >= 8 and norm == "rmsnorm" else ()))
 
 

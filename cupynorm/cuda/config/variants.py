@@ -169,6 +169,15 @@ def _lanes_between(least: int, most: int) -> Iterator[int]:
         least *= 2
 
 
+def _threads_of(per_thread: int, choice: Choice, cluster: int) -> tuple[int, ...]:
+    """Of a block's whole warps that may share a row with so many columns a thread; none where these are not chosen."""
+    least = 1 if cluster == 1 else STAGED_MAX_THREADS // WARP // 2
+    several = (
+        each[per_thread] if len(each) > 1 else range(1, ANY_WARPS[-1] + 1) for each in choice if per_thread in each
+    )
+    return tuple(sorted({warps * WARP for of_each in several for warps in of_each if warps >= least}))
+
+
 def _few_rows_definitions(definitions: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Of the kernels for few rows beside one of backward_staged.cu."""
     if {"VECTOR=1", "CLUSTER=1"} <= set(definitions) and "GANG=1" not in definitions:
@@ -192,7 +201,7 @@ def _staged_variants(
     gaps between them, or leave whole lines."""
     if not device.has_clusters:
         return
-    devices = device, device._replace(memory_gbps=1)  # memory as fast as it may be, and slow
+    speeds = device, device._replace(memory_gbps=1)  # memory as fast as it may be, and slow
     clusters = [cluster for cluster in CLUSTERS if cluster <= device.largest_cluster]
     pairs = {(n, cluster) for cluster in clusters for preferred in choice_of(cluster, device) for n in preferred}
     if access in ODD:
@@ -201,14 +210,17 @@ def _staged_variants(
     wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
     for per_thread, cluster, part in sorted(wholes | {(n, 1, True) for n in parts}):
         warp_or_less = part or per_thread <= columns_per_thread(x)
-        of_warps = range(WARP if cluster == 1 else STAGED_MAX_THREADS // 2, STAGED_MAX_THREADS + 1, WARP)
-        groups = (*_lanes_between(*parts[per_thread]),) if part else (1, WARP) if warp_or_less else (*of_warps,)
-        asked = product(groups, (0.0, 1.0), devices)
-        paces = {paced_of((per_thread, lanes), cluster, filled, of_speed) for lanes, filled, of_speed in asked}
+        if warp_or_less:
+            lanes_of = dict.fromkeys(speeds, (*_lanes_between(*parts[per_thread]),) if part else (1, WARP))
+        else:
+            lanes_of = {speed: _threads_of(per_thread, choice_of(cluster, speed), cluster) for speed in speeds}
+        asked = [(*each, speed) for speed in speeds for each in product(lanes_of[speed], (0.0, 1.0))]
+        paces = {paced_of((per_thread, lanes), cluster, filled, speed) for lanes, filled, speed in asked}
         fills_warp = WARP * per_thread  # as the blocks of clusters all do
         least_columns = (1, fills_warp) if cluster == 1 and not part else (fills_warp,)
         shorts = sorted({access not in ODD and short_of(per_thread, n) for n in least_columns})
         gaps = (False, True) if warp_or_less and cluster == 1 else (False,)
+        groups = {lanes for of_speed in lanes_of.values() for lanes in of_speed}
         lines = (False, True) if any(leaves_lines((per_thread, lanes)) for lanes in groups) else (False,)
         kernel = f"{direction}_staged"
         for paced, short, gap, off_lines in product(sorted(paces), shorts, gaps, lines):
