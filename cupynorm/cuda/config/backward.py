@@ -119,6 +119,10 @@ STAGED_MORE_COLUMNS: dict[str, dict[int, Columns]] = {
 }
 STAGED_MORE_LEAST_PART_LAYERNORM = {16: 0.91}
 
+# And of these, where there are, in place of 40 on eight warps, where such a part of their lanes is used (100 MB,
+# LayerNorm, 10240: 39.3 → 37.4 us, 20480 39.5 → 37.3, 81920 40.9 → 37.8).
+STAGED_IN_PLACE_OF_40, STAGED_IN_PLACE_PART = 44, 0.875
+
 # By columns a thread, what a block of LayerNorm has of a row, alone or in pairs; twice as many blocks share a longer
 # one (1 GB, 9216: 247.7 → 243.9 us; RMSNorm lost so). But where memory is slow lanes that all have 40, in one block,
 # gain by column blocks (an H100, 10240, 75 MB: 42.4 → 39.6).
@@ -355,6 +359,7 @@ def _staged(
         choice = backward_choice(kind, cluster, device)
         parts = part_of_warp_lanes(name, vector, access, choice, device)
         held = short_row(name, slab, parts, access) if small else staged_threads(slab, choice, access)
+        held = held and _with_more_columns(kind, slab, held, choice)
         if held is None or _goes_elsewhere(kind, slab, held, cluster, device):
             continue
         if may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, slab, held, kind):
@@ -681,6 +686,13 @@ def backward_choice(kind: Kind, cluster: int, device: Device) -> Choice:
     timed = device.is_fast_9_0 and vector and x == dy and ITEMSIZE[x] == 2 and sums_db == (norm == "layernorm")
     more = STAGED_MORE_COLUMNS[norm].get(cluster, {}) if timed else {}
     return ({**preferred, **more}, *others)
+
+
+def _with_more_columns(kind: Kind, slab: int, held: tuple[int, int], choice: Choice) -> tuple[int, int]:
+    """STAGED_IN_PLACE_OF_40, if these are to be chosen from; else `held`, which is what staged_threads() chose."""
+    more = STAGED_IN_PLACE_OF_40
+    gains = kind[0] == "layernorm" and held == (40, STAGED_MAX_THREADS) and more in choice[0]
+    return (more, held[1]) if gains and slab >= STAGED_IN_PLACE_PART * more * held[1] else held
 
 
 def may_fill_lanes(kind: Kind, cluster: int, device: Device) -> bool:
