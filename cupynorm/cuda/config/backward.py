@@ -120,7 +120,7 @@ STAGED_MORE_COLUMNS: dict[str, dict[int, Columns]] = {
 STAGED_MORE_LEAST_PART_LAYERNORM = {16: 0.91}
 
 # And of these, where there are, in place of 40 on eight warps, where such a part of their lanes is used (100 MB,
-# LayerNorm, 10240: 39.3 → 37.4 us, 20480 39.5 → 37.3, 81920 40.9 → 37.8).
+# LayerNorm, 10240: 39.3 → 37.4 us, 20480 39.5 → 37.4, 81920 40.9 → 37.8).
 STAGED_IN_PLACE_OF_40, STAGED_IN_PLACE_PART = 44, 0.875
 
 # By columns a thread, what a block of LayerNorm has of a row, alone or in pairs; twice as many blocks share a longer
