@@ -163,7 +163,7 @@ def test_what_trees_compile_to(tmp_path: Path, capsys: pytest.CaptureFixture[str
     """Of N=4096 two kernels, of which one is the usual; N=8192, in 8 warps of 32 columns, takes that again."""
     pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
     target = tmp_path / "trees.csv"
-    trees = [".", ".", ".:FORWARD_COLUMNS_PER_THREAD={'rmsnorm': (24, 40)}"]
+    trees = [".", ".", ".:FORWARD_COLUMNS_PER_THREAD={'rmsnorm': {24: (1, 2, 4, 8), 40: (1, 2, 4, 8)}}"]
     arguments = [*trees, *FORWARD, "--only", "4096,8192", "--rounds", "1", "--csv", str(target)]
     assert exit_status(assembly.main, arguments) == 0
     assert capsys.readouterr().out.splitlines()[:3] == [f"{i}: {tree}" for i, tree in enumerate(trees, 1)]
