@@ -104,10 +104,13 @@ constexpr bool kFillsBlock = kColumnsPerThread == 28 && !kClustered && sizeof(X)
 
 // Whether the second halves of the last two steps (where nobody meets, of the last one) come behind the partial row, in a
 // loop of their own. LayerNorm with db gains where registers are few, in clusters (N=14336, 1 GB, 248 → 246 us), where pace is
-// kept (N=8192, 100 MB, 39.6 → 37.9; not with 24 columns: 3 to 6% more at 6 MB), and off 16 bytes (12289, 100 MB, 44.4 →
-// 43.8). It takes some 10% longer to compile. Larger types were not timed.
-constexpr bool kHoldsBack = kSumsColumns && kLayerNorm && kWantDb && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps && !kGang &&
-                            (kClustered || !VECTOR || (kColumnsPerThread > 24 && PACED && !kFillsBlock));
+// kept (N=8192, 100 MB, 39.6 → 37.9; 6144, 75 MB, 29.7 → 29.2), and off 16 bytes (12289, 100 MB, 44.4 → 43.8). RMSNorm gains in
+// clusters and with 24 columns (100 MB, 12288, 34.5 → 34.1), not with more in one block. It takes some 10% longer to compile.
+// Larger types were not timed.
+constexpr bool kHoldsLayerNorm = kLayerNorm && kWantDb && (kClustered || !VECTOR || (PACED && !kFillsBlock));
+constexpr bool kHoldsRmsNorm = !kLayerNorm && VECTOR && (kClustered || kColumnsPerThread == 24);
+constexpr bool kHoldsBack = kSumsColumns && sizeof(X) == 2 && sizeof(Dy) == 2 && kWholeWarps && !kGang &&
+                            (kHoldsLayerNorm || kHoldsRmsNorm);
 
 // Steps from a row's first half to its second.
 constexpr int kBehind = kGang ? kGangBehind : 1;
@@ -198,7 +201,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const PairsHeld held(own);
     Weights<> w;
     w_ahead.wait();
-    w.load(w_ahead.source, a.w_code, own);
+    w.load_in_turns(w_ahead.source, a.w_code, own);
     ring.start_others<kFirstSteps>(walk, x_part, dy_part);
     // From here on the column sums' second level lies where w was copied to. And with pace, in clusters, what one warp wrote into
     // PaceState, and as Sources, is read by others, who have met it so far by a barrier alone that orders nothing else.

@@ -119,14 +119,14 @@ STAGED_MORE_COLUMNS: dict[str, dict[int, Columns]] = {
 }
 STAGED_MORE_LEAST_PART_LAYERNORM = {16: 0.91}
 
-# And of these, where there are, in place of 40 on eight warps, where such a part of their lanes is used (100 MB,
-# LayerNorm, 10240: 39.3 → 37.4 us, 20480 39.5 → 37.4, 81920 40.9 → 37.8).
-STAGED_IN_PLACE_OF_40, STAGED_IN_PLACE_PART = 44, 0.875
-
-# By columns a thread, what a block of LayerNorm has of a row, alone or in pairs; twice as many blocks share a longer
-# one (1 GB, 9216: 247.7 → 243.9 us; RMSNorm lost so). But where memory is slow lanes that all have 40, in one block,
-# gain by column blocks (an H100, 10240, 75 MB: 42.4 → 39.6).
-STAGED_MOST_COLUMNS_LAYERNORM, STAGED_MOST_COLUMNS_CLUSTER = {40: 8448}, 2
+# LayerNorm's parts of a row that take 40 columns a thread are shared by twice as many blocks, by whether they come in
+# vectors and memory is fast, by blocks of a cluster (1 GB, 9216: 247.7 → 243.9 us; but 17024, in four blocks and in
+# two, 258.6, 248.9; RMSNorm lost so). But where memory is slow lanes that all have 40, in one block, gain by column
+# blocks (an H100, 10240, 75 MB: 42.4 → 39.6).
+STAGED_SHARED_COLUMNS_LAYERNORM = {
+    True: {1: range(8449, 9601)},
+    False: {1: range(8449, 10241), 2: range(8449, 10241)},
+}
 
 # Walkers keep pace (struct Pace of staged.cuh) in launches with so many steps of each and more (RMSNorm, 1 GB, 4096:
 # 246 → 242 us). LayerNorm from 12 on lost at some lengths.
@@ -359,7 +359,6 @@ def _staged(
         choice = backward_choice(kind, cluster, device)
         parts = part_of_warp_lanes(name, vector, access, choice, device)
         held = short_row(name, slab, parts, access) if small else staged_threads(slab, choice, access)
-        held = held and _with_more_columns(kind, slab, held, choice)
         if held is None or _goes_elsewhere(kind, slab, held, cluster, device):
             continue
         if may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, slab, held, kind):
@@ -688,13 +687,6 @@ def backward_choice(kind: Kind, cluster: int, device: Device) -> Choice:
     return ({**preferred, **more}, *others)
 
 
-def _with_more_columns(kind: Kind, slab: int, held: tuple[int, int], choice: Choice) -> tuple[int, int]:
-    """STAGED_IN_PLACE_OF_40, if these are to be chosen from; else `held`, which is what staged_threads() chose."""
-    more = STAGED_IN_PLACE_OF_40
-    gains = kind[0] == "layernorm" and held == (40, STAGED_MAX_THREADS) and more in choice[0]
-    return (more, held[1]) if gains and slab >= STAGED_IN_PLACE_PART * more * held[1] else held
-
-
 def may_fill_lanes(kind: Kind, cluster: int, device: Device) -> bool:
     """Whether there are kernels with STAGED_FILLING_COLUMNS: where they gain on compute capability 9.0."""
     norm, x, dy, sums_db, vector = kind
@@ -730,11 +722,10 @@ def _goes_elsewhere(kind: Kind, slab: int, held: tuple[int, int], cluster: int, 
         return False
     if per_thread in STAGED_MORE_COLUMNS[norm].get(cluster, {}):
         return slab < STAGED_MORE_LEAST_PART_LAYERNORM.get(cluster, 0.0) * per_thread * group
-    if cluster > STAGED_MOST_COLUMNS_CLUSTER:
-        return False
     if cluster == 1 and slab == per_thread * group and device.has_slow_memory and vector and sums_db:
         return False
-    return slab > STAGED_MOST_COLUMNS_LAYERNORM.get(per_thread, slab)
+    shared = STAGED_SHARED_COLUMNS_LAYERNORM[vector and device.has_fast_memory]
+    return per_thread == 40 and slab in shared.get(cluster, ())
 
 
 def _threads_at_once(kind: Kind, per_thread: int, device: Device) -> int:

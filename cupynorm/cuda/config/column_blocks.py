@@ -37,12 +37,11 @@ FEW_COLUMN_BLOCKS, FEW_COLUMN_BLOCKS_ROWS = 56, {False: (120, 100), True: (120, 
 # Longer rows gain beyond these, and by bytes alone where a block has one row a step (where memory is fast, with db,
 # only in clusters, of less than eight warps a block, and where rows that lie apart take FAST_APART_THREADS or less).
 # Where memory is fast, up to LONG_COLUMN_BLOCKS_BYTES, from LONG_COLUMNS on where a block has several rows, with 24
-# columns a thread where eight warps share one (50 MB, LayerNorm, 12288: 25.5 → 23.5 us); with 40 and more up to the
-# last, with db in clusters of four, of less than eight warps a block, without it in blocks of one row and clusters of
-# two (70 MB, 20480: LayerNorm 32.7 → 29.2, RMSNorm 29.3 → 27.4; but 32768, 32 columns, 78 MB, 31.4 → 39.4). Where it is
-# slow, by whether db is summed and whether a block has one row, by columns a thread (an H100, 75 MB, LayerNorm, 12288:
-# 39.5 → 36.8 us). Column blocks must be many: with db, too few fall so far behind that they miss the L2 cache. The
-# ..._ELSE are for larger types, rows off 16 bytes and larger clusters.
+# columns a thread where eight warps share one (50 MB, LayerNorm, 12288: 25.5 → 23.5 us); without db with 40 and more in
+# blocks of one row and clusters of two up to the last (70 MB, 20480: RMSNorm 29.3 → 27.4; but 32768, 32 columns, 78 MB,
+# 31.4 → 39.4). Where it is slow, by whether db is summed and whether a block has one row, by columns a thread (an H100,
+# 75 MB, LayerNorm, 12288: 39.5 → 36.8 us). Column blocks must be many: with db, too few fall so far behind that they
+# miss the L2 cache. The ..._ELSE are for larger types, rows off 16 bytes and larger clusters.
 LONG_COLUMN_BLOCKS_BYTES, LONG_COLUMNS, WIDE_COLUMN_BLOCKS_BYTES = 60 << 20, 4096, 86 << 20
 SLOW_COLUMN_BLOCKS_BYTES: dict[tuple[bool, bool], dict[int, int]] = {
     (False, True): {32: 105 << 20, 40: 105 << 20},  # where no lane is idle
@@ -55,6 +54,22 @@ COLUMN_BLOCKS_BYTES_ELSE = {
     False: {"rmsnorm": (32 << 20, 36 << 20), "layernorm": (24 << 20, 36 << 20)},
     True: {"rmsnorm": (32 << 20, 36 << 20), "layernorm": (24 << 20, 46 << 20)},
 }
+
+# Where memory is fast, 16-bit types on 16 bytes, up to less: in small clusters by whether db is summed, blocks, and
+# columns a thread, 32 of which where no more than such a part of the lanes is used (50 MB, RMSNorm, 23808, without and
+# with: 21.8, 23.5 us, LayerNorm, 28672: 24.5, 27.6); in gangs, and in clusters of sixteen of so many columns a block
+# and more, by whether db is summed, and whether it is a gang or has more than 40 columns a thread, for which
+# LayerNorm's clusters have none (31 MB, LayerNorm, 163840: 22.8, 29.0, 114688: 20.7, 22.9). With db gangs have none for
+# fewer rows, or longer ones (6 MB, 229376: 13.9, 16.9, 9 MB, 458752: 13.2, 27.8).
+FAST_CLUSTERS_BYTES = {
+    (False, 4, 24): 28 << 20,
+    (False, 4, 32): 40 << 20,
+    (True, 2, 28): 42 << 20,
+    (True, 4, 28): 28 << 20,
+}
+FAST_CLUSTERS_PART_32 = 7 / 8
+FAST_LARGE_COLUMNS, FAST_GANGS_LEAST_ROWS, FAST_GANGS_COLUMNS = 7168, 5, 44 << 13
+FAST_LARGE_BYTES = {False: (22 << 20, 19 << 20), True: (25 << 20, 16 << 20)}
 COLUMN_BLOCK_ROWS_ELSE = {False: ((28, 52, 76), (44, 48, 72)), True: ((28, 50, 76), (36, 48, 72))}
 SLOW_FEW_COLUMN_BLOCKS_ELSE, SLOW_FEW_COLUMN_BLOCKS_ROWS_ELSE = 48, (60, 50)
 COLUMN_BLOCK_ROWS_ALONE = (20, 22, 40)  # without dx: 25 MB, N=1024, with 32 rows of a sector, 15.2 → 17.0 us
@@ -255,10 +270,15 @@ def has_column_blocks(config: BackwardConfig, problem: NormProblem, device: Devi
     return column_blocks_grid(config, problem, blocks_at_once, device) is not None
 
 
+def _has_16_bits(config: BackwardConfig, problem: NormProblem) -> bool:
+    """16-bit types, on 16 bytes."""
+    two_bytes = problem.x_dtype.itemsize == 2 == ITEMSIZE[name_of(problem.dy_dtype)]
+    return two_bytes and "VECTOR=1" in config.definitions
+
+
 def _is_usual(config: BackwardConfig, problem: NormProblem, most_slabs: int = 4) -> bool:
     """What most was timed of: 16-bit types, on 16 bytes, in small clusters or none, not in gangs."""
-    two_bytes = problem.x_dtype.itemsize == 2 == ITEMSIZE[name_of(problem.dy_dtype)]
-    return two_bytes and "VECTOR=1" in config.definitions and config.slabs <= most_slabs and not config.gang
+    return _has_16_bits(config, problem) and config.slabs <= most_slabs and not config.gang
 
 
 def _is_float32(config: BackwardConfig, problem: NormProblem) -> bool:
@@ -297,13 +317,19 @@ def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) ->
     if not timed or not _is_usual(config, problem):
         if timed and problem.want_dx and slow and config.slabs == 8 and _is_usual(config, problem, most_slabs=8):
             return SLOW_CLUSTERS_BYTES[sums_db]
+        if timed and problem.want_dx and not slow and _has_16_bits(config, problem) and _is_large(config):
+            return _fast_large_bytes(config, problem)
         return COLUMN_BLOCKS_BYTES_ELSE[slow][problem.norm][sums_db]
     if problem.columns <= SHARED_MEDIUM_COLUMNS or not problem.want_dx:
         return COLUMN_BLOCKS_BYTES
     if not slow:
-        narrow_of_four = config.slabs == 4 and config.threads < STAGED_MAX_THREADS
-        if config.per_thread >= 40 and (narrow_of_four if sums_db else alone and config.slabs <= 2):
+        if config.per_thread >= 40 and alone and config.slabs <= 2 and not sums_db:
             return WIDE_COLUMN_BLOCKS_BYTES
+        idle = config.slab_columns <= FAST_CLUSTERS_PART_32 * config.per_thread * config.group_threads
+        if (idle or config.per_thread < 32) and (
+            most := FAST_CLUSTERS_BYTES.get((sums_db, config.slabs, config.per_thread))
+        ):
+            return most
         many = config.per_thread > 24 or config.group_threads == STAGED_MAX_THREADS
         long = many and (alone or problem.columns >= LONG_COLUMNS)
         return LONG_COLUMN_BLOCKS_BYTES if long else COLUMN_BLOCKS_BYTES
@@ -314,6 +340,19 @@ def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) ->
         return SLOW_WIDE_COLUMN_BLOCKS_BYTES
     limits = SLOW_COLUMN_BLOCKS_BYTES.get((sums_db, alone), {})
     return limits.get(config.per_thread, LONG_COLUMN_BLOCKS_BYTES)
+
+
+def _is_large(config: BackwardConfig) -> bool:
+    """A gang, or a cluster of sixteen of long parts of rows."""
+    return config.gang or (config.slabs > 8 and config.slab_columns >= FAST_LARGE_COLUMNS)
+
+
+def _fast_large_bytes(config: BackwardConfig, problem: NormProblem) -> int:
+    sums_db, more = kernels_sum_db(problem), config.gang or config.per_thread > 40
+    gains = config.gang and problem.rows >= FAST_GANGS_LEAST_ROWS and problem.columns <= FAST_GANGS_COLUMNS
+    if sums_db and more and not gains:
+        return 0
+    return FAST_LARGE_BYTES[sums_db][more]
 
 
 def _shared_column_blocks(
