@@ -57,10 +57,11 @@ COLUMN_BLOCKS_BYTES_ELSE = {
 
 # Where memory is fast, 16-bit types on 16 bytes, up to less: in small clusters by whether db is summed, blocks, and
 # columns a thread, 32 of which where no more than such a part of the lanes is used (50 MB, RMSNorm, 23808, without and
-# with: 21.8, 23.5 us, LayerNorm, 28672: 24.5, 27.6); in gangs, and in clusters of sixteen of so many columns a block
-# and more, by whether db is summed, and whether it is a gang or has more than 40 columns a thread, for which
-# LayerNorm's clusters have none (31 MB, LayerNorm, 163840: 22.8, 29.0, 114688: 20.7, 22.9). With db gangs have none for
-# fewer rows, or longer ones (6 MB, 229376: 13.9, 16.9, 9 MB, 458752: 13.2, 27.8).
+# with: 21.8, 23.5 us, LayerNorm, 28672: 24.5, 27.6); in gangs of so many blocks and more, and in clusters of as many of
+# so many columns each, by whether db is summed, and whether it is a gang or has more than 40 columns a thread, for
+# which LayerNorm's clusters have none (31 MB, LayerNorm, 163840: 22.8, 29.0, 114688: 20.7, 22.9). In these gangs, and
+# with db in these clusters, from so many rows on, by whether db is summed, and by whether each block has one slice, two
+# or more (LayerNorm, without and with, 1x262144: 9.7, 14.7, 3x139264: 12.1, 10.9, 5x524288: 23.1, 29.0).
 FAST_CLUSTERS_BYTES = {
     (False, 4, 24): 28 << 20,
     (False, 4, 32): 40 << 20,
@@ -68,7 +69,8 @@ FAST_CLUSTERS_BYTES = {
     (True, 4, 28): 28 << 20,
 }
 FAST_CLUSTERS_PART_32 = 7 / 8
-FAST_LARGE_COLUMNS, FAST_GANGS_LEAST_ROWS, FAST_GANGS_COLUMNS = 7168, 5, 44 << 13
+FAST_LARGE_BLOCKS, FAST_LARGE_COLUMNS = 16, 7168
+FAST_LARGE_LEAST_ROWS = {False: (3, 3, 5), True: (2, 5, math.inf)}
 FAST_LARGE_BYTES = {False: (22 << 20, 19 << 20), True: (25 << 20, 16 << 20)}
 COLUMN_BLOCK_ROWS_ELSE = {False: ((28, 52, 76), (44, 48, 72)), True: ((28, 50, 76), (36, 48, 72))}
 SLOW_FEW_COLUMN_BLOCKS_ELSE, SLOW_FEW_COLUMN_BLOCKS_ROWS_ELSE = 48, (60, 50)
@@ -194,6 +196,7 @@ FAST_APART_THREADS = 2 * WARP
 class _ColumnBlocks(NamedTuple):
     blocks: int  # in whole clusters
     column_threads: int
+    slices: int  # of each
     parts: int  # that share a slice's rows
     rows: float  # of each of the block's threads, were none left over; as they count
     sectors: int  # that a slice is wide
@@ -252,6 +255,8 @@ def column_blocks_grid(
             if config.gang:  # what whole gangs leave: 25 MB, RMSNorm, 163840, with 32 blocks, not 40, 22.9 → 28.0 us
                 left = _column_blocks(config, problem, room(found, most) - walkers * config.slabs)
                 found = left if left.rows <= _most_rows(left, config, problem, device) else found
+            if problem.rows < _least_rows(found, config, problem, device):
+                return None
             return Grid(walkers, found.blocks, found.column_threads, found.parts)
     return None
 
@@ -343,16 +348,21 @@ def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) ->
 
 
 def _is_large(config: BackwardConfig) -> bool:
-    """A gang, or a cluster of sixteen of long parts of rows."""
-    return config.gang or (config.slabs > 8 and config.slab_columns >= FAST_LARGE_COLUMNS)
+    """A gang of at least FAST_LARGE_BLOCKS, or a cluster of as many, of long parts of rows."""
+    return config.slabs >= FAST_LARGE_BLOCKS and (config.gang or config.slab_columns >= FAST_LARGE_COLUMNS)
 
 
 def _fast_large_bytes(config: BackwardConfig, problem: NormProblem) -> int:
     sums_db, more = kernels_sum_db(problem), config.gang or config.per_thread > 40
-    gains = config.gang and problem.rows >= FAST_GANGS_LEAST_ROWS and problem.columns <= FAST_GANGS_COLUMNS
-    if sums_db and more and not gains:
+    if sums_db and more and not config.gang:
         return 0
     return FAST_LARGE_BYTES[sums_db][more]
+
+
+def _least_rows(found: _ColumnBlocks, config: BackwardConfig, problem: NormProblem, device: Device) -> float:
+    sums_db = kernels_sum_db(problem)
+    timed = not device.has_slow_memory and _has_16_bits(config, problem) and (config.gang or sums_db)
+    return FAST_LARGE_LEAST_ROWS[sums_db][min(found.slices, 3) - 1] if timed and _is_large(config) else 1
 
 
 def _shared_column_blocks(
@@ -379,7 +389,7 @@ def _shared_column_blocks(
         if parts < 2:
             return None
         rows = divide_up(problem.rows * threads, config.threads * parts) * _counts_as_rows(itemsize, itemsize)
-        return _ColumnBlocks(slices * parts, threads, parts, rows, lines * LINE_BYTES // SECTOR_BYTES)
+        return _ColumnBlocks(slices * parts, threads, 1, parts, rows, lines * LINE_BYTES // SECTOR_BYTES)
 
     several = blocks_at_once > device.multiprocessors
     if float32:
@@ -496,6 +506,7 @@ def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, aim:
     return _ColumnBlocks(
         blocks=divide_up(blocks, config.cluster) * config.cluster,
         column_threads=column_threads,
+        slices=of_a_block,
         parts=1,
         rows=divide_up(problem.rows * column_threads, config.threads) * of_a_block * _counts_as_rows(x, dy),
         sectors=column_threads // sector_threads,
