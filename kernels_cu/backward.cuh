@@ -130,12 +130,12 @@ template <int kCount = kVectors> struct Weights {
         }
         load_columns_of_either<Compute, X>(as_loaded(own), first_column, code, [&](int i) { return loaded_column(at, i); });
     }
-    // The same, from shared memory: of float32 every second four lanes read the second of kTwoWords first, else eight lanes would
-    // meet in the banks of four (75 and 100 MB 0.1 to 0.4% less).
+    // The same, from shared memory: of float32 every second four lanes read the second of two words first (kTwoWords), else eight
+    // lanes would meet in the banks of four (75 and 100 MB 0.1 to 0.4% less).
     template <class At> __device__ void load_in_turns(const void* first_column, int code, const At& at) {
         if constexpr (kTwoWords && sizeof(Compute) == 4) {
             if (code == kFloat32) {
-                constexpr int kWord = kVector / 2;
+                constexpr int kWord = 4;
                 const bool turned = threadIdx.x & 4;
 #pragma unroll
                 for (int k = 0; k < kCount; ++k) {
@@ -344,23 +344,26 @@ private:
     static constexpr int kWidth = minimum(kVector, kRun);  // columns that follow one another in memory
 
     __device__ static void write_own(Compute* target, const Level& level, const Columns& own) {
-        if constexpr (kTwoWords) return write_in_pairs(target, level, own);
+        if constexpr (kTwoWords) {
+            write_in_pairs(target, level, own);
+        } else {
 #pragma unroll
-        for (int e = 0; e < kColumnsPerThread; e += kWidth) {
-            const int k = e / kVector, v = e % kVector;
-            if constexpr (kOddRows) {
-                for (int j = 0; j < kVector; ++j) {
-                    if (holds_column(own, k, j)) target[own.at(k) + j] = level[k][j];
+            for (int e = 0; e < kColumnsPerThread; e += kWidth) {
+                const int k = e / kVector, v = e % kVector;
+                if constexpr (kOddRows) {
+                    for (int j = 0; j < kVector; ++j) {
+                        if (holds_column(own, k, j)) target[own.at(k) + j] = level[k][j];
+                    }
+                    continue;
                 }
-                continue;
-            }
-            if (!own.holds(k)) continue;
-            Compute values[kWidth];
+                if (!own.holds(k)) continue;
+                Compute values[kWidth];
 #pragma unroll
-            for (int j = 0; j < kWidth; ++j) values[j] = level[k][v + j];
-            Packed<Compute, kWidth> packed;
-            packed.pack(values);
-            packed.store(target + own.at(k) + v);
+                for (int j = 0; j < kWidth; ++j) values[j] = level[k][v + j];
+                Packed<Compute, kWidth> packed;
+                packed.pack(values);
+                packed.store(target + own.at(k) + v);
+            }
         }
     }
 

@@ -1098,10 +1098,15 @@ def test_the_gpu_tests_have_blocks_that_share_rows(name):
         assert found.row_parts > 1, (rows, columns, norm)
 
 
-@pytest.mark.parametrize("name", ["sm_90", "sm_90_slow"])
 @pytest.mark.parametrize(
-    ("rows", "columns", "cluster", "column_blocks", "slices"),
-    [(15, 262144, 32, 64, 128), (1, 262144, 32, 96, 128), (3, 163840, 20, 80, 80), (60, 65536, 8, 64, 64)],
+    ("name", "rows", "columns", "cluster", "column_blocks", "slices"),
+    [
+        *product(("sm_90", "sm_90_slow"), (10,), (262144,), (32,), (64,), (128,)),
+        ("sm_90_slow", 15, 262144, 32, 64, 128),
+        ("sm_90_slow", 1, 262144, 32, 96, 128),
+        *product(("sm_90", "sm_90_slow"), (3,), (163840,), (20,), (80,), (80,)),
+        *product(("sm_90", "sm_90_slow"), (60,), (65536,), (8,), (64,), (64,)),
+    ],
 )
 def test_the_longest_rows_have_column_blocks(name, rows, columns, cluster, column_blocks, slices):
     """Also where there are more slices than blocks: a block of these takes one after the other."""
@@ -1132,10 +1137,20 @@ ON_H200 = [
     ("layernorm", 1204, 5120, "bfloat16", "bfloat16", True, 132, (78, 54, 21)),
     ("layernorm", 390, 5120, "bfloat16", "bfloat16", True, 132, (78, 54, 21)),
     ("layernorm", 1760, 4736, "bfloat16", "bfloat16", True, 132, (82, 50, 21)),
-    ("layernorm", 531, 19456, "bfloat16", "bfloat16", True, 60, (34, 104, 5)),  # 62 MB, of 128 threads
-    ("layernorm", 753, 19456, "bfloat16", "bfloat16", True, 60, (34, 104, 5)),  # 88 MB
-    ("layernorm", 505, 20480, "bfloat16", "bfloat16", True, 66, (39, 54, 5)),  # of 256
+    ("layernorm", 531, 19456, "bfloat16", "bfloat16", True, 66, (40, 52, 5)),  # 62 MB
+    ("layernorm", 753, 19456, "bfloat16", "bfloat16", True, 66, (63, 0, 0)),  # 88 MB
+    ("layernorm", 505, 20480, "bfloat16", "bfloat16", True, 66, (39, 54, 5)),
     ("layernorm", 716, 20480, "bfloat16", "bfloat16", True, 66, (66, 0, 0)),
+    ("layernorm", 160, 28672, "bfloat16", "bfloat16", True, 30, (16, 56, 4)),  # 27 MB, of four blocks with 28 columns
+    ("layernorm", 360, 28672, "bfloat16", "bfloat16", True, 30, (30, 0, 0)),  # 62 MB
+    ("layernorm", 430, 14336, "bfloat16", "bfloat16", True, 66, (38, 56, 8)),  # 37 MB, of two
+    ("layernorm", 581, 14336, "bfloat16", "bfloat16", True, 66, (65, 0, 0)),  # 50 MB
+    ("layernorm", 581, 13824, "bfloat16", "bfloat16", True, 66, (44, 44, 6)),  # with 32
+    ("rmsnorm", 200, 23808, "bfloat16", "bfloat16", True, 30, (18, 48, 4)),  # 29 MB, with 24
+    ("rmsnorm", 350, 23808, "bfloat16", "bfloat16", True, 30, (30, 0, 0)),  # 50 MB
+    ("rmsnorm", 200, 28672, "bfloat16", "bfloat16", True, 30, (20, 40, 2)),  # 34 MB, with 32 and idle lanes
+    ("rmsnorm", 290, 28672, "bfloat16", "bfloat16", True, 30, (29, 0, 0)),  # 50 MB
+    ("rmsnorm", 290, 32768, "bfloat16", "bfloat16", True, 30, (22, 32, 2)),  # where none are idle
     ("rmsnorm", 716, 20480, "bfloat16", "bfloat16", True, 66, (46, 40, 4)),
     ("rmsnorm", 1400, 10240, "bfloat16", "bfloat16", True, 132, (92, 40, 8)),
     ("rmsnorm", 397, 32768, "bfloat16", "bfloat16", True, 30, (29, 0, 0)),  # but not of other clusters
@@ -1150,10 +1165,26 @@ ON_H200 = [
     ("layernorm", 100, 8191, "bfloat16", "bfloat16", False, 132, (68, 64, 2)),  # nor off 16 bytes,
     ("rmsnorm", 64, 65536, "bfloat16", "bfloat16", True, 15, (7, 64, 2)),  # nor in larger clusters
     ("rmsnorm", 127, 32768, "bfloat16", "bfloat16", True, 30, (22, 32, 2)),
-    ("layernorm", 16, 262144, "bfloat16", "bfloat16", True, 4, (2, 64, 1)),  # gangs
+    ("layernorm", 10, 262144, "bfloat16", "bfloat16", True, 4, (2, 64, 1)),  # gangs
+    ("layernorm", 16, 262144, "bfloat16", "bfloat16", True, 4, (4, 0, 0)),  # of 25 MB
+    ("rmsnorm", 16, 262144, "bfloat16", "bfloat16", True, 4, (4, 0, 0)),
+    ("layernorm", 4, 262144, "bfloat16", "bfloat16", True, 4, (1, 0, 0)),  # of few rows
+    ("layernorm", 5, 262144, "bfloat16", "bfloat16", True, 4, (2, 64, 1)),
+    ("rmsnorm", 2, 262144, "bfloat16", "bfloat16", True, 4, (1, 0, 0)),
+    ("rmsnorm", 3, 262144, "bfloat16", "bfloat16", True, 4, (2, 64, 1)),
+    ("layernorm", 1, 139264, "bfloat16", "bfloat16", True, 7, (1, 0, 0)),  # or one, where each block has one slice
+    ("layernorm", 3, 139264, "bfloat16", "bfloat16", True, 7, (3, 68, 1)),
+    ("layernorm", 5, 524288, "bfloat16", "bfloat16", True, 2, (2, 0, 0)),  # none where each would have four
+    ("layernorm", 1, 131072, "bfloat16", "bfloat16", True, 7, (1, 0, 0)),  # clusters of sixteen
+    ("rmsnorm", 1, 131072, "bfloat16", "bfloat16", True, 7, (1, 64, 1)),
+    ("layernorm", 30, 131072, "bfloat16", "bfloat16", True, 7, (3, 64, 1)),
+    ("layernorm", 39, 131072, "bfloat16", "bfloat16", True, 7, (7, 0, 0)),  # 31 MB
+    ("layernorm", 10, 180224, "bfloat16", "bfloat16", True, 7, (7, 0, 0)),  # with 44 columns
+    ("rmsnorm", 10, 180224, "bfloat16", "bfloat16", True, 7, (3, 64, 1)),
     ("layernorm", 16, 90120, "bfloat16", "bfloat16", True, 11, (7, 45, 1)),
     ("layernorm", 1356, 3072, "bfloat16", "bfloat16", True, 132, (84, 48, 32)),  # of 256 threads, not 128
-    ("layernorm", 428, 9728, "bfloat16", "bfloat16", True, 132, (81, 102, 10)),  # of 128 threads, two together
+    ("layernorm", 428, 9216, "bfloat16", "bfloat16", True, 132, (84, 96, 10)),  # of 128 threads, two together
+    ("layernorm", 428, 9728, "bfloat16", "bfloat16", True, 132, (81, 51, 10)),  # of 256
     ("layernorm", 407, 10240, "bfloat16", "bfloat16", True, 132, (78, 54, 10)),
     ("layernorm", 203, 20480, "bfloat16", "bfloat16", True, 66, (39, 54, 5)),
     ("layernorm", 48, 3072, "bfloat16", "bfloat16", True, 132, (24, 48, 32)),
@@ -1836,19 +1867,19 @@ PACED_LAYERNORM = {
         ("rmsnorm", 20480, "float16", 40, 2, True),
         ("rmsnorm", 10240, "float32", 40, 2, True),  # one block has no room
         ("layernorm", 8448, "bfloat16", 40, 1, False),
-        ("layernorm", 9848, "bfloat16", 40, 2, True),
-        ("layernorm", 9856, "bfloat16", 44, 1, True),
-        ("layernorm", 10240, "bfloat16", 44, 1, True),
+        ("layernorm", 9600, "bfloat16", 40, 2, True),
+        ("layernorm", 9608, "bfloat16", 40, 1, True),
+        ("layernorm", 10240, "bfloat16", 40, 1, True),
+        ("layernorm", 10248, "bfloat16", 44, 1, True),
         ("layernorm", 10240, "float32", 40, 2, True),
-        ("layernorm", 19456, "bfloat16", 40, 4, True),
-        ("layernorm", 20480, "bfloat16", 44, 2, True),
+        ("layernorm", 19456, "bfloat16", 40, 2, True),
+        ("layernorm", 20480, "bfloat16", 40, 2, True),
         ("layernorm", 36864, "bfloat16", 40, 4, True),
-        ("layernorm", 39168, "bfloat16", 40, 4, True),
-        ("layernorm", 40960, "bfloat16", 44, 4, True),
+        ("layernorm", 40960, "bfloat16", 40, 4, True),
         *(("rmsnorm", 24 * 256 * cluster, "bfloat16", 24, cluster, True) for cluster in (1, 2, 4, 8)),
         *(("layernorm", 24 * 256 * cluster, "bfloat16", 24, cluster, cluster <= 2) for cluster in (1, 2, 4, 8)),
         ("rmsnorm", 81920, "bfloat16", 40, 8, True),
-        ("layernorm", 81920, "bfloat16", 44, 8, True),
+        ("layernorm", 81920, "bfloat16", 40, 8, True),
     ],
 )
 def test_long_rows_fill_the_lanes_of_their_blocks(norm, columns, name, per_thread, cluster, paced):
@@ -1858,12 +1889,16 @@ def test_long_rows_fill_the_lanes_of_their_blocks(norm, columns, name, per_threa
     assert (chosen.lead > 0) == ("PACED=1" in chosen.definitions) == paced
 
 
-def test_layernorms_rows_of_40_columns_a_thread_have_one_block_where_memory_is_slow():
-    """If all lanes have 40; where it is fast, 44 hold what nearly fills them."""
-    for columns, expected in ((8448, (1, 1)), (8456, (2, 2)), (10232, (1, 2)), (10240, (1, 1)), (20480, (2, 4))):
-        problem = backward(columns, "bfloat16", "bfloat16")
-        found = tuple(config.backward_config(problem, 16, DEVICES[n]).cluster for n in ("sm_90", "sm_90_slow"))
-        assert found == expected, columns
+def test_how_many_blocks_share_layernorms_rows_of_40_columns_a_thread():
+    """As few as have room, but more where a block would have 8449 to 9600 columns alone, or where memory is slow."""
+    expected = {
+        "fast": {8448: 1, 8456: 2, 9600: 2, 9608: 1, 10240: 1, 17024: 2, 20480: 2},
+        "slow": {8448: 1, 8456: 2, 9600: 2, 10232: 2, 10240: 1, 17024: 4, 20480: 4},
+    }
+    for memory, columns in ((memory, n) for memory, found in expected.items() for n in found):
+        device = DEVICES["sm_90" if memory == "fast" else "sm_90_slow"]
+        chosen = config.backward_config(backward(columns, "bfloat16", "bfloat16"), 16, device)
+        assert chosen.cluster == expected[memory][columns], (memory, columns)
 
 
 GANGS = [
@@ -2533,12 +2568,14 @@ def test_which_memory_is_slow(multiprocessors, gbps, slow):
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_slow_memory_changes_no_sum_of_a_row(norm, name):
     """Kernels, but for steps that are drawn and pace, and how they split rows are the same, whatever the memory; but
-    not backward where clusters of sixteen stand in for gangs, or a thread has over 40 columns, as where it is fast."""
+    not backward where, as it is fast, clusters of sixteen stand in for gangs, a thread has over 40 columns, or fewer
+    blocks share LayerNorm's rows of 40."""
     fast, slow = DEVICES["sm_90"], DEVICES["sm_90_slow"]
     for columns, aligned, rows in product(COLUMNS, (True, False), (1, 300, 1 << 16)):
         problem = backward(columns, name, name, rows, norm)
         chosen = [config.backward_config(problem, 16 if aligned else 2, device) for device in (fast, slow)]
         differ = (chosen[1].gang and chosen[0].cluster == 16) or chosen[0].per_thread > 40
+        differ |= norm == "layernorm" and chosen[0].per_thread == 40 and 2 * chosen[0].cluster == chosen[1].cluster
         for other in () if differ else chosen:
             numbers = "lead", "paced_steps", "stages", "shared_bytes", "alone_shared_bytes", "threads", "step_counters"
             same = dict.fromkeys(numbers, 0)

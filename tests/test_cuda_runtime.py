@@ -39,7 +39,7 @@ SHARED = ((9000, 128), (4069, 512), (4069, 1024))  # rows and columns; test_conf
 def rows_of(columns: int, many: bool) -> int:
     """So few that blocks of their own sum dw and db, or so many that those which walk along the rows meet:
     test_config.py asks, off 16 bytes of rows without clusters."""
-    return 120_000_000 // (6 * columns) if many else (90 if columns < 10000 else 12)
+    return 120_000_000 // (6 * columns) if many else (90 if columns < 10000 else 10)
 
 
 SPIN = r"""

@@ -57,11 +57,11 @@ COLUMN_BLOCKS_BYTES_ELSE = {
 
 # Where memory is fast, 16-bit types on 16 bytes, up to less: in small clusters by whether db is summed, blocks, and
 # columns a thread, 32 of which where no more than such a part of the lanes is used (50 MB, RMSNorm, 23808, without and
-# with: 21.8, 23.5 us, LayerNorm, 28672: 24.5, 27.6); in gangs of so many blocks and more, and in clusters of as many of
-# so many columns each, by whether db is summed, and whether it is a gang or has more than 40 columns a thread, for
-# which LayerNorm's clusters have none (31 MB, LayerNorm, 163840: 22.8, 29.0, 114688: 20.7, 22.9). In these gangs, and
-# with db in these clusters, from so many rows on, by whether db is summed, and by whether each block has one slice, two
-# or more (LayerNorm, without and with, 1x262144: 9.7, 14.7, 3x139264: 12.1, 10.9, 5x524288: 23.1, 29.0).
+# with: 21.8, 23.5 us, LayerNorm, 28672: 24.5, 27.6); in clusters and gangs of so many blocks and more, by whether db is
+# summed, and whether it is a gang or has more than 40 columns a thread, for which LayerNorm's clusters have none (31
+# MB, LayerNorm, 163840: 22.8, 29.0, 114688: 20.7, 22.9). In these gangs, and with db in these clusters, from so many
+# rows on, by whether db is summed, and by whether each block has one slice, two or more (LayerNorm, without and with,
+# 1x262144: 9.7, 14.7, 3x139264: 12.1, 10.9, 5x524288: 23.1, 29.0).
 FAST_CLUSTERS_BYTES = {
     (False, 4, 24): 28 << 20,
     (False, 4, 32): 40 << 20,
@@ -69,7 +69,7 @@ FAST_CLUSTERS_BYTES = {
     (True, 4, 28): 28 << 20,
 }
 FAST_CLUSTERS_PART_32 = 7 / 8
-FAST_LARGE_BLOCKS, FAST_LARGE_COLUMNS = 16, 7168
+FAST_LARGE_BLOCKS = 16
 FAST_LARGE_LEAST_ROWS = {False: (3, 3, 5), True: (2, 5, math.inf)}
 FAST_LARGE_BYTES = {False: (22 << 20, 19 << 20), True: (25 << 20, 16 << 20)}
 COLUMN_BLOCK_ROWS_ELSE = {False: ((28, 52, 76), (44, 48, 72)), True: ((28, 50, 76), (36, 48, 72))}
@@ -180,7 +180,7 @@ FLOAT32_LARGE_STEPS_BYTES = 20 << 20
 FLOAT32_ROWS = 160
 
 # One row alone (that few_rows.py leaves: off 16 bytes, say) gains from so many columns on (LayerNorm 7.6 → 6.9 us, of
-# 1024 6.2 → 6.6); where dw and db have another type than their sums, and without dx, in any case.
+# 1024 6.2 → 6.6); where dw and db have another type than their sums, and without dx, too (but FAST_LARGE_LEAST_ROWS).
 COLUMN_BLOCKS_ONE_ROW = 4096
 
 # Of rows that lie apart, so that a block has one a step, at most so many, by the block's warps, of four and more the
@@ -322,7 +322,7 @@ def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) ->
     if not timed or not _is_usual(config, problem):
         if timed and problem.want_dx and slow and config.slabs == 8 and _is_usual(config, problem, most_slabs=8):
             return SLOW_CLUSTERS_BYTES[sums_db]
-        if timed and problem.want_dx and not slow and _has_16_bits(config, problem) and _is_large(config):
+        if timed and problem.want_dx and _is_fast_large(config, problem, device):
             return _fast_large_bytes(config, problem)
         return COLUMN_BLOCKS_BYTES_ELSE[slow][problem.norm][sums_db]
     if problem.columns <= SHARED_MEDIUM_COLUMNS or not problem.want_dx:
@@ -331,10 +331,9 @@ def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) ->
         if config.per_thread >= 40 and alone and config.slabs <= 2 and not sums_db:
             return WIDE_COLUMN_BLOCKS_BYTES
         idle = config.slab_columns <= FAST_CLUSTERS_PART_32 * config.per_thread * config.group_threads
-        if (idle or config.per_thread < 32) and (
-            most := FAST_CLUSTERS_BYTES.get((sums_db, config.slabs, config.per_thread))
-        ):
-            return most
+        limit = FAST_CLUSTERS_BYTES.get((sums_db, config.slabs, config.per_thread))
+        if limit and device.has_fast_memory and (idle or config.per_thread < 32):
+            return limit
         many = config.per_thread > 24 or config.group_threads == STAGED_MAX_THREADS
         long = many and (alone or problem.columns >= LONG_COLUMNS)
         return LONG_COLUMN_BLOCKS_BYTES if long else COLUMN_BLOCKS_BYTES
@@ -347,9 +346,8 @@ def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) ->
     return limits.get(config.per_thread, LONG_COLUMN_BLOCKS_BYTES)
 
 
-def _is_large(config: BackwardConfig) -> bool:
-    """A gang of at least FAST_LARGE_BLOCKS, or a cluster of as many, of long parts of rows."""
-    return config.slabs >= FAST_LARGE_BLOCKS and (config.gang or config.slab_columns >= FAST_LARGE_COLUMNS)
+def _is_fast_large(config: BackwardConfig, problem: NormProblem, device: Device) -> bool:
+    return device.has_fast_memory and _has_16_bits(config, problem) and config.slabs >= FAST_LARGE_BLOCKS
 
 
 def _fast_large_bytes(config: BackwardConfig, problem: NormProblem) -> int:
@@ -361,8 +359,8 @@ def _fast_large_bytes(config: BackwardConfig, problem: NormProblem) -> int:
 
 def _least_rows(found: _ColumnBlocks, config: BackwardConfig, problem: NormProblem, device: Device) -> float:
     sums_db = kernels_sum_db(problem)
-    timed = not device.has_slow_memory and _has_16_bits(config, problem) and (config.gang or sums_db)
-    return FAST_LARGE_LEAST_ROWS[sums_db][min(found.slices, 3) - 1] if timed and _is_large(config) else 1
+    timed = _is_fast_large(config, problem, device) and (config.gang or sums_db)
+    return FAST_LARGE_LEAST_ROWS[sums_db][min(found.slices, 3) - 1] if timed else 1
 
 
 def _shared_column_blocks(
