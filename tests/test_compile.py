@@ -190,8 +190,8 @@ ALLOWED_SPILLS = (
         "sm_80",
         ("LAYER_NORM=1", "X_TYPE=bfloat16", "DY_TYPE=float64", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),
         44,
-        "By the disassembly: five of 128 registers, set before the first row; three reads in a row, the others after the "
-        "last. Not timed.",
+        "By the disassembly: five of 128 registers, set before the first row; three reads in a row, the others after "
+        "the last. Not timed.",
     ),
     Allowed(
         "backward_direct",
