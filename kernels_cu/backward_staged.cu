@@ -116,8 +116,8 @@ constexpr bool kHoldsBack = kSumsColumns && sizeof(X) == 2 && sizeof(Dy) == 2 &&
 constexpr int kBehind = kGang ? kGangBehind : 1;
 
 // Where that is not so: whether the partial row is on its way before the last of the block's dx, which is written meanwhile
-// (RMSNorm, N=16384, 25 MB, 17.7 → 16.8 us, before it held back). Not where the compiler takes more registers for it (LayerNorm, 32 columns: 254, not 218), nor
-// off 16 bytes in parts of a warp (N=129 64.9 → 66.2).
+// (RMSNorm, N=16384, 25 MB, 17.7 → 16.8 us, before it held back). Not where the compiler takes more registers for it (LayerNorm,
+// 32 columns: 254, not 218), nor off 16 bytes in parts of a warp (N=129 64.9 → 66.2).
 constexpr bool kPublishesInLoop = !kHoldsBack && (VECTOR ? kSplitsRows || !kWantDb : kWholeWarps && !kWantDb);
 
 // Steps that are asked for first of all, which a ring has room for. RMSNorm gains by two (100 MB 0.9% on average), LayerNorm, an
