@@ -104,7 +104,7 @@ constexpr bool kFillsBlock = kColumnsPerThread == 28 && !kClustered && sizeof(X)
 
 // Whether the second halves of the last two steps (where nobody meets, of the last one) come behind the partial row, in a
 // loop of their own. LayerNorm with db gains where registers are few, in clusters (N=14336, 1 GB, 248 → 246 us), where pace is
-// kept (N=8192, 100 MB, 39.6 → 37.9; 6144, 75 MB, 29.7 → 29.2), and off 16 bytes (12289, 100 MB, 44.4 → 43.8). RMSNorm gains in
+// kept (N=8192, 100 MB, 39.6 → 37.9; 6144, 75 MB, 30.0 → 29.4), and off 16 bytes (12289, 100 MB, 44.4 → 43.8). RMSNorm gains in
 // clusters and with 24 columns (100 MB, 12288, 34.5 → 34.1), not with more in one block. It takes some 10% longer to compile.
 // Larger types were not timed.
 constexpr bool kHoldsLayerNorm = kLayerNorm && kWantDb && (kClustered || !VECTOR || (PACED && !kFillsBlock));

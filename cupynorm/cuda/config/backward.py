@@ -121,7 +121,7 @@ STAGED_MORE_LEAST_PART_LAYERNORM = {16: 0.91}
 
 # LayerNorm's parts of a row that take 40 columns a thread are shared by twice as many blocks, by whether they come in
 # vectors and memory is fast, by blocks of a cluster (1 GB, 9216: 247.7 → 243.9 us; but 17024, in four blocks and in
-# two, 258.6, 248.9; RMSNorm lost so). But where memory is slow lanes that all have 40, in one block, gain by column
+# two, 258.6, 248.6; RMSNorm lost so). But where memory is slow lanes that all have 40, in one block, gain by column
 # blocks (an H100, 10240, 75 MB: 42.4 → 39.6).
 STAGED_SHARED_COLUMNS_LAYERNORM = {
     True: {1: range(8449, 9601)},

@@ -59,7 +59,7 @@ COLUMN_BLOCKS_BYTES_ELSE = {
 # columns a thread, 32 of which where no more than such a part of the lanes is used (50 MB, RMSNorm, 23808, without and
 # with: 21.8, 23.5 us, LayerNorm, 28672: 24.5, 27.6); in clusters and gangs of so many blocks and more, by whether db is
 # summed, and whether it is a gang or has more than 40 columns a thread, for which LayerNorm's clusters have none (31
-# MB, LayerNorm, 163840: 22.8, 29.0, 114688: 20.7, 22.9). In these gangs, and with db in these clusters, from so many
+# MB, LayerNorm, 163840: 22.8, 29.0, 114688: 20.6, 22.9). In these gangs, and with db in these clusters, from so many
 # rows on, by whether db is summed, and by whether each block has one slice, two or more (LayerNorm, without and with,
 # 1x262144: 9.7, 14.7, 3x139264: 12.1, 10.9, 5x524288: 23.1, 29.0).
 FAST_CLUSTERS_BYTES = {
