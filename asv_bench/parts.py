@@ -70,7 +70,7 @@ COPIES = (
         "    const ColumnsAhead w_ahead(state, block, a.w, a.w_code, shared, ahead_bytes);\n",
         "",
     ),
-    ("    w_ahead.wait();\n    w.load_in_turns(w_ahead.source, a.w_code, own);\n", ""),
+    ("    w_ahead.wait();\n    w.load(w_ahead.source, a.w_code, own);\n", ""),
 )
 ARITHMETIC = (
     ("now.active = ring.wait(now.place) && j < own_count;", "now.active = j < own_count;"),

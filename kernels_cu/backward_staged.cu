@@ -201,7 +201,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const PairsHeld held(own);
     Weights<> w;
     w_ahead.wait();
-    w.load_in_turns(w_ahead.source, a.w_code, own);
+    w.load(w_ahead.source, a.w_code, own);
     ring.start_others<kFirstSteps>(walk, x_part, dy_part);
     // From here on the column sums' second level lies where w was copied to. And with pace, in clusters, what one warp wrote into
     // PaceState, and as Sources, is read by others, who have met it so far by a barrier alone that orders nothing else.

@@ -52,7 +52,7 @@ template <int kThreads> struct ColumnSlices {
     using WideDy = Packed<Dy, kWideVector>;
 
     // Rows that a thread adds up, and for which it waits together.
-    static constexpr int kSummed = sizeof(WideX) + sizeof(WideDy) <= 32 ? 8 : sizeof(WideX) <= 32 ? 4 : 2;
+    static constexpr int kSummed = sizeof(WideX) + sizeof(WideDy) <= 32 ? 8 : 4;
     static constexpr int kBatch = kThreads <= 256 ? 2 * kSummed : kThreads <= 384 ? 3 * kSummed / 2 : kSummed;
     struct ThreadSums {
         Compute dw[kWideVector] = {}, db[kWideVector] = {};

@@ -1072,9 +1072,7 @@ def test_column_blocks_take_all_columns(device, x, dy, alignment, want_dx):
             few = usual and grid.row_parts == 1 and sectors > 2 and chosen.groups > 1
             if few and grid.column_blocks <= blocks.FEW_COLUMN_BLOCKS:
                 limits = (blocks.FEW_COLUMN_BLOCKS_ROWS[slow][with_db],) * 3
-            counts = 1 if DTYPES[x].itemsize == 2 else 4 / 3
-            if x != dy:
-                counts = {"float64": 3, "float32": 2}[x]
+            counts = 4 / 3 if x == dy and DTYPES[x].itemsize > 2 else 1  # two types: x is the larger
             thread_rows = -(-rows * column_threads // (chosen.threads * grid.row_parts))
             thread_rows *= -(-slices * grid.row_parts // grid.column_blocks)
             assert thread_rows * counts <= limits[min(sectors, 3) - 1]
@@ -1385,7 +1383,7 @@ def test_few_rows_fit_their_blocks(device, x, dy):
         assert ("backward_few_rows.cu", definitions) in compiled_for(device)
         assert not {"PACED=1", "ROW_GAPS=1", "SHORT_ROWS=1", "GANG=1"} & set(definitions)
         (own,) = (int(text.partition("=")[2]) for text in definitions if text.startswith("VECTORS_A_THREAD="))
-        wide = config.common.vector_width(x, dy)
+        wide = config.common.access_width(x, dy)
         vector = wide if chosen.per_thread % wide == 0 else wide // 2
         of_row = chosen.group_threads * chosen.per_thread // vector // own  # threads
         whole_warps = chosen.per_thread > config.common.columns_per_thread(x) and "PART_OF_WARP=1" not in definitions
@@ -2282,8 +2280,35 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
                     "PACED=1"
                     in config.backward_config(replace(problem, rows=1), 16 if aligned else 2, device).definitions
                 )
-        mixed = config.backward_config(backward(columns, name, "float64", norm=norm), 16 if aligned else 2, device)
-        assert mixed.lead == 0 or name == "float64", (columns, aligned)
+
+
+# Of 32 columns a thread, and of 16: rows that leave no more than a quarter of the columns free for which threads find
+# room, in clusters of sixteen none, and others.
+TWO_TYPES_PACED = {
+    "float32": ((256, 1000, 1536, 3072, 4096, 6144, 12288, 49152, 131072), (264, 1280, 2560, 4608, 5120, 40960, 98304)),
+    "float64": ((128, 1000, 1536, 2048, 4096, 6144, 24576, 65536), (136, 1280, 2560, 5120, 9216, 40960, 49152)),
+}
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize(
+    ("x", "dy"),
+    [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "float16"), ("float64", "float32")],
+)
+def test_x_and_dy_of_two_types_keep_pace_where_threads_have_columns(norm, x, dy):
+    """If memory is fast, rows come in vectors, and dy is no wider than the arithmetic."""
+    paced, unpaced = TWO_TYPES_PACED["float64" if x == "float64" else "float32"]
+    for columns in (*paced, *unpaced):
+        problem = backward(columns, x, dy, norm=norm)
+        fast = config.backward_config(problem, 16, DEVICES["sm_90"])
+        assert fast.cluster == 1 or columns > 4096
+        assert (fast.lead > 0) == ("PACED=1" in fast.definitions) == (columns in paced), columns
+        assert ("backward_staged.cu", fast.definitions) in compiled_for(DEVICES["sm_90"])
+        slow = config.backward_config(problem, 16, DEVICES["sm_90_slow"])
+        off_16 = config.backward_config(problem, 2, DEVICES["sm_90"])
+        wide = config.backward_config(backward(columns, "bfloat16", "float64", norm=norm), 16, DEVICES["sm_90"])
+        for other in (slow, off_16, wide):
+            assert (other.lead, "PACED=1" in other.definitions) == (0, False), columns
 
 
 @pytest.mark.parametrize(

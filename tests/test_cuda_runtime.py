@@ -211,6 +211,9 @@ LAYERNORM_KEEPS_PACE = {
         *(32768, 40960, 65536, 81920, 163840),
     ),
     "float32": (256, 768, 1792, 4096, 7168, 16384, 32768, 131072),
+    "float32/bfloat16": (1024, 6144, 16384, 65536),
+    "bfloat16/float32": (512, 4096, 32768, 131072),
+    "float64/float32": (2048,),
 }
 PACE_CASES = {
     "bfloat16": (
@@ -218,9 +221,16 @@ PACE_CASES = {
         *(24576, 32768, 40960, 65536, 81920, 163840),
     ),
     "float32": (256, 768, 1792, 4096, 7168, 16384, 32768, 131072),
+    "float32/bfloat16": (1024, 4608, 6144, 16384, 65536),
+    "bfloat16/float32": (512, 4096, 32768, 131072),
+    "float64/float32": (2048,),
 }
-PACE_GANGS = (131072, 163840)  # not where memory is fast, unless they have to
-PACE_NEVER = 2047  # odd, of few warps, with idle lanes
+PACE_GANGS = {
+    ("bfloat16", 131072),
+    ("float32", 131072),
+    ("bfloat16", 163840),
+}  # if memory is fast, only if they have to
+PACE_NEVER = {("bfloat16", 2047), ("float32/bfloat16", 4608)}  # odd, of few warps, with idle lanes; of five warps
 RMSNORM_KEEPS_NONE = {("float32", 1792), ("bfloat16", 1344), ("bfloat16", 22528)}  # with idle lanes
 RMSNORM_NEVER_FAST = "bfloat16", 163840  # in clusters of sixteen; where memory is slow in gangs
 
@@ -230,9 +240,9 @@ PACE_SLOW = (128, 384, 1024, 1536, 4096, 5120, 7168, 16384, 32768, 65536, 163840
 
 
 @pytest.mark.parametrize(
-    ("dtype", "columns", "slow"),
+    ("types", "columns", "slow"),
     [
-        *((dtype, n, False) for dtype, lengths in PACE_CASES.items() for n in lengths),
+        *((types, n, False) for types, lengths in PACE_CASES.items() for n in lengths),
         *(("bfloat16", n, True) for n in PACE_SLOW),
     ],
 )
@@ -241,7 +251,7 @@ def test_pace(
     monkeypatch: pytest.MonkeyPatch,
     of_memory: Callable[[bool], None],
     columns: int,
-    dtype: str,
+    types: str,
     slow: bool,
 ) -> None:
     """Whether walkers keep pace, and how closely, changes no bits: in one call after another, and on two streams at
@@ -253,7 +263,8 @@ def test_pace(
     keep = config.pace
     random = cupy.random.default_rng(columns)
     shape = (66_000_000 // columns, columns)
-    x, dy = (random.standard_normal(shape, np.float32).astype(DTYPES[dtype]) for _ in range(2))
+    of_x, _, of_dy = types.partition("/")
+    x, dy = (random.standard_normal(shape, np.float32).astype(DTYPES[name]) for name in (of_x, of_dy or of_x))
     w = random.standard_normal(columns, np.float32)
 
     def results(out: Any = (None,) * 12) -> tuple[Any, ...]:
@@ -293,12 +304,12 @@ def test_pace(
             kept = launch._kept.on_device[cupy.cuda.Device().id][stream.ptr][2]
             assert not cupy.ndarray((config.STEP_COUNTERS_BYTES,), np.uint8, kept).any()
         if cupy.cuda.Device().compute_capability == "90":
-            may = slow or bool(closest) or columns not in PACE_GANGS
-            may &= columns != PACE_NEVER
-            rmsnorm_may = may and (dtype, columns) not in RMSNORM_KEEPS_NONE
-            rmsnorm_may &= slow or (dtype, columns) != RMSNORM_NEVER_FAST
+            may = slow or bool(closest) or (types, columns) not in PACE_GANGS
+            may &= (types, columns) not in PACE_NEVER
+            rmsnorm_may = may and (types, columns) not in RMSNORM_KEEPS_NONE
+            rmsnorm_may &= slow or (types, columns) != RMSNORM_NEVER_FAST
             assert (asked[1][0] > 0) == rmsnorm_may  # of the backward pass
-            assert (asked[3][0] > 0) == (may and columns in LAYERNORM_KEEPS_PACE[dtype])
+            assert (asked[3][0] > 0) == (may and columns in LAYERNORM_KEEPS_PACE[types])
             assert [lead > 0 for lead, _ in asked[4:]] == [rmsnorm_may, may]  # dx alone
             assert {lead for lead, _ in asked} <= {0, closest} or not closest
         assert_a_graph_gives(streams[0], lambda: results(outputs[0]), outputs[0], expected)

@@ -306,16 +306,16 @@ def test_rows_have_the_same_bits_wherever_in_lines_of_memory_they_start(
         (1, 1000, ("bfloat16", "", None), 1, 0, 0),
         (1, 4096, ("bfloat16", "", "float32"), 1, 4, 0),
         (1, 8192, ("bfloat16", "", "float64"), 1, 64, 16),  # two vectors a thread; w is converted first, dw afterwards
-        (1, 4000, ("float32", "bfloat16", "bfloat16"), 1, 63, 8),
+        (1, 4000, ("float32", "bfloat16", "bfloat16"), 1, 63, 16),
         (1, 6144, ("float32", "", "float32"), 1, 12, 0),  # four vectors, LayerNorm six
         (1, 2048, ("float64", "", "float64"), 1, 8, 0),
         (3, 384, ("bfloat16", "", "float32"), 2, 24, 2),  # of 24 columns, two rows to a block, and one
         (77, 96, ("float32", "", "bfloat16"), 20, 12, 2),
         (1000, 40, ("bfloat16", "", "float32"), 24, 3, 2),
-        (600, 8, ("float64", "bfloat16", "float32"), 3, 1, 2),  # 256 rows to a block
+        (250, 8, ("float64", "bfloat16", "float32"), 4, 1, 8),
         (9, 7168, ("bfloat16", "", "float32"), 9, 56, 16),
         (60, 3000, ("bfloat16", "", "bfloat16"), 60, 47, 8),
-        (5, 2048, ("bfloat16", "float32", "float32"), 5, 64, 4),
+        (5, 2048, ("bfloat16", "float32", "float32"), 5, 64, 8),
         # Where a thread has all vectors of one of backward_staged.cu's: 40 columns, LayerNorm's 24 and 28.
         (1, 2560, ("bfloat16", "", "float32"), 1, 3, 0),
         (9, 1280, ("bfloat16", "", "bfloat16"), 9, 40, 4),

@@ -560,17 +560,17 @@ def test_few_rows_write_what_is_wanted(device: FakeDevice, rows: int, mask: tupl
     assert launch.kernel == ("backward_few_rows" if mask[0] else "backward_staged")
 
 
-@pytest.mark.parametrize("dy", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
 @pytest.mark.parametrize("norm", NORMS)
-def test_rows_of_one_vector_fill_blocks(device: FakeDevice, norm: str, dy: str) -> None:
-    """x of float64 and dy of 16 bits: 256 rows to a block of the kernel for few."""
+def test_rows_of_two_vectors_fill_blocks(device: FakeDevice, norm: str, name: str) -> None:
+    """128 rows to a block of the kernel for few, the most that there may be."""
     for rows in (513, 600, 1024):
-        x, statistic = device.array((rows, 8), "float64"), device.array((rows,), "float64")
-        statistics = [statistic] * (2 if norm == "layernorm" else 1)
-        getattr(cupynorm, f"{norm}_backward")(x, device.array((8,)), device.array((rows, 8), DTYPES[dy]), *statistics)
+        x, dy = (device.array((rows, 8), DTYPES[name]) for _ in range(2))
+        statistics = [device.array((rows,))] * (2 if norm == "layernorm" else 1)
+        getattr(cupynorm, f"{norm}_backward")(x, device.array((8,)), dy, *statistics)
         launch = device.launched[-1]
         assert launch.kernel == "backward_few_rows"
-        assert (launch.named().rows, launch.named().block_rows) == (rows, 256)
+        assert (launch.named().rows, launch.named().block_rows) == (rows, 128)
 
 
 @pytest.mark.parametrize(("w", "offset", "alone"), [

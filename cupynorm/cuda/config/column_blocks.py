@@ -15,6 +15,7 @@ from .common import (
     BackwardConfig,
     Device,
     Grid,
+    access_width,
     columns_per_thread,
     data_bytes,
     divide_up,
@@ -22,7 +23,6 @@ from .common import (
     name_of,
     narrow_of,
     rows_lie_apart,
-    vector_width,
 )
 
 # Where x, dy and dx take at most so many bytes, and column blocks (column_blocks.cuh) at most so many rows for each of
@@ -368,7 +368,8 @@ def _shared_column_blocks(
 ) -> _ColumnBlocks | None:
     """Of wide slices, whose rows several blocks share; None where slices of a block each, as `narrow`, do as well."""
     slow, sums_db, float32 = device.has_slow_memory, kernels_sum_db(problem), _is_float32(config, problem)
-    columns, itemsize, data = problem.columns, problem.x_dtype.itemsize, data_bytes(problem)
+    name, columns, itemsize = problem.x_dtype.name, problem.columns, problem.x_dtype.itemsize
+    data = data_bytes(problem)
     if not float32 and not _is_usual(config, problem):
         return None
     least_rows = SHARED_LEAST_ROWS[min(narrow.sectors, 3) - 1] * STAGED_MAX_THREADS / config.threads
@@ -386,7 +387,7 @@ def _shared_column_blocks(
             parts = int(_power_of_two_at_most(blocks / slices) * 2.0 ** round(math.log2(scale)))
         if parts < 2:
             return None
-        rows = divide_up(problem.rows * threads, config.threads * parts) * _counts_as_rows(itemsize, itemsize)
+        rows = divide_up(problem.rows * threads, config.threads * parts) * _counts_as_rows(name, name)
         return _ColumnBlocks(slices * parts, threads, 1, parts, rows, lines * LINE_BYTES // SECTOR_BYTES)
 
     several = blocks_at_once > device.multiprocessors
@@ -468,8 +469,8 @@ def _aimed_column_blocks(config: BackwardConfig, problem: NormProblem, together:
 
 def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, aim: int = 0) -> _ColumnBlocks:
     """At most so many, of slices of a power of two of sectors; of others, too, if there are to be about `aim`."""
-    x, dy = problem.x_dtype.itemsize, ITEMSIZE[name_of(problem.dy_dtype)]
-    itemsize, vector = min(x, dy), vector_of(config, problem)
+    x, dy = problem.x_dtype.name, name_of(problem.dy_dtype)
+    itemsize, vector = min(ITEMSIZE[x], ITEMSIZE[dy]), vector_of(config, problem)
     sector_threads = SECTOR_BYTES // (itemsize * vector)
 
     def slices(column_threads: int) -> int:
@@ -547,12 +548,12 @@ def column_parts_bytes(
 def vector_of(config: BackwardConfig, problem: NormProblem) -> int:
     """Columns that a column block's thread has side by side: kWideVector of backward.cuh."""
     if "VECTOR=1" in config.definitions:
-        return vector_width(problem.x_dtype.name, name_of(problem.dy_dtype))
+        return access_width(problem.x_dtype.name, name_of(problem.dy_dtype))
     return narrow_of(config.definitions)
 
 
-def _counts_as_rows(x_itemsize: int, dy_itemsize: int) -> float:
-    """What a row of these types counts; where they differ in size, as many as vectors of the smaller are its mean."""
-    if x_itemsize == dy_itemsize:
-        return 1 if x_itemsize == 2 else COLUMN_BLOCK_LARGE_ROW
-    return divide_up(x_itemsize + dy_itemsize, 2 * min(x_itemsize, dy_itemsize))
+def _counts_as_rows(x: str, dy: str) -> float:
+    """What a row of these types counts; where they differ in size, by bytes that a thread reads of it."""
+    if ITEMSIZE[x] == ITEMSIZE[dy]:
+        return 1 if ITEMSIZE[x] == 2 else COLUMN_BLOCK_LARGE_ROW
+    return divide_up(access_width(x, dy) * (ITEMSIZE[x] + ITEMSIZE[dy]), 32)

@@ -226,8 +226,13 @@ def columns_per_thread(x_name: str) -> int:
 
 
 def vector_width(*names: str) -> int:
-    """Elements of a vector access: those of 16 bytes in the smallest type."""
+    """Elements of which rows in vectors have whole numbers: those of 16 bytes in the smallest type."""
     return 16 // min(ITEMSIZE[name] for name in names)
+
+
+def access_width(x: str, dy: str) -> int:
+    """Elements that a thread has side by side: kWideVector of backward.cuh."""
+    return 16 // max(ITEMSIZE[x], min(ITEMSIZE[dy], compute_itemsize(x)))
 
 
 def access_of(problem: NormProblem, vector: bool, alignment: int, device: Device) -> Access:

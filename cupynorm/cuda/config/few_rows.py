@@ -15,6 +15,7 @@ from .common import (
     BackwardConfig,
     Device,
     ForwardConfig,
+    access_width,
     argument_bytes,
     columns_of,
     columns_per_thread,
@@ -23,7 +24,6 @@ from .common import (
     divide_up,
     has_whole_warps,
     in_whole_warps,
-    vector_width,
 )
 
 # struct FewRowsArguments in backward_few_rows.cu, by the type of the arithmetic.
@@ -152,7 +152,7 @@ def _blocks(
         blocks = divide_up(problem.columns, FEW_ROWS_SUM_VECTORS * split.vector)
     elif sums:
         types = _types(config.definitions)
-        vector = vector_width(*types)
+        vector = access_width(*types)
         column_threads = SECTOR_BYTES // (vector * min(ITEMSIZE[name] for name in types))
         while divide_up(problem.columns, column_threads * vector) > COLUMN_BLOCKS:
             column_threads *= 2
@@ -183,7 +183,7 @@ def _split_of(definitions: tuple[str, ...], group_threads: int) -> _Split | None
     """Of rows that so many threads of backward_staged.cu would share."""
     x, dy = _types(definitions)
     per_thread = columns_of(definitions)
-    wide = vector_width(x, dy)  # kWideVector of backward.cuh
+    wide = access_width(x, dy)  # kWideVector of backward.cuh
     vector = wide // 2 if per_thread % wide else wide
     if not _sums_by_vector("LAYER_NORM=1" in definitions, x, (per_thread, group_threads)):
         return _Split(vector, per_thread // vector, group_threads, whole=True)
