@@ -93,28 +93,16 @@ ALLOWED_SPILLS = (
         Allowed(
             "backward_staged",
             "sm_120",
-            ("LAYER_NORM=0", "X_TYPE=float32", f"DY_TYPE={dy}", "VECTOR=1", "COLUMNS_PER_THREAD=32", "CLUSTER=1"),
-            44,
-            "By the disassembly: four registers, set before the first row, of which one is read once a row, the others "
-            "after the last. Not timed.",
-        )
-        for dy in ("float16", "bfloat16")
-    ),
-    *(
-        Allowed(
-            "backward_staged",
-            "sm_120",
             (
                 *(f"LAYER_NORM={norm}", f"X_TYPE={x}", f"DY_TYPE={dy}", "WANT_DB=1", "VECTOR=1"),
                 *("COLUMNS_PER_THREAD=32", "CLUSTER=1"),
             ),
-            most,
-            "By the disassembly: up to three registers, set before the first row and read after the last.",
+            12,
+            "By the disassembly: a register, set before the first row and read before it and after the last.",
         )
-        for norm, x, dy, most in (
-            *((1, x, dy, 40) for x in ("float16", "bfloat16") for dy in ("float16", "bfloat16", "float64")),
-            *((0, "float16", "bfloat16", 40), (0, "bfloat16", "float16", 40)),
-            *((0, "float16", "float64", 8), (0, "bfloat16", "float64", 32)),
+        for norm, x, dy in (
+            *((1, x, dy) for x in ("float16", "bfloat16") for dy in ("float16", "bfloat16")),
+            *((0, "float16", "bfloat16"), (0, "bfloat16", "float16")),
         )
     ),
     *(
@@ -185,13 +173,29 @@ ALLOWED_SPILLS = (
         32,
         "By the disassembly: an address, set before the first row and read after the last.",
     ),
-    Allowed(
-        "backward_direct",
-        "sm_80",
-        ("LAYER_NORM=1", "X_TYPE=bfloat16", "DY_TYPE=float64", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),
-        44,
-        "By the disassembly: five of 128 registers, set before the first row; three reads in a row, the others after "
-        "the last. Not timed.",
+    *(
+        Allowed(
+            "backward_direct",
+            "sm_80",
+            ("LAYER_NORM=1", f"X_TYPE={x}", "DY_TYPE=float32", "VECTOR=1", "MAX_THREADS=512"),
+            32,
+            "By the disassembly: an address, set before the first row and read after the last.",
+        )
+        for x in ("float16", "bfloat16")
+    ),
+    *(
+        Allowed(
+            "backward_direct",
+            architecture,
+            ("LAYER_NORM=0", f"X_TYPE={x}", f"DY_TYPE={dy}", "VECTOR=1", "MAX_THREADS=512"),
+            8,
+            "By the disassembly: two of 128 registers, set before the first row, one read once a row. Not timed.",
+        )
+        for architecture in ("sm_75", "sm_80")
+        for x, dy in (
+            *((x, dy) for x in ("float16", "bfloat16") for dy in ("float32", "float64")),
+            *(("float32", dy) for dy in ("float16", "bfloat16")),
+        )
     ),
     Allowed(
         "backward_direct",

@@ -1055,7 +1055,9 @@ def test_column_blocks_take_all_columns(device, x, dy, alignment, want_dx):
             assert part == 0
             vector = "VECTOR=1" in chosen.definitions
             usual = DTYPES[x].itemsize == DTYPES[dy].itemsize == 2 and vector and chosen.slabs <= 4 and want_dx
-            if sectors & (sectors - 1):
+            if sectors & (sectors - 1) and DTYPES[x].itemsize != DTYPES[dy].itemsize:
+                assert chosen.threads % column_threads == 0  # three times a power of two, say
+            elif sectors & (sectors - 1):
                 assert usual
                 assert sectors % 2 == 0
                 assert sectors >= config.column_blocks.OTHER_SLICES_LEAST_SECTORS
@@ -1073,6 +1075,11 @@ def test_column_blocks_take_all_columns(device, x, dy, alignment, want_dx):
             if few and grid.column_blocks <= blocks.FEW_COLUMN_BLOCKS:
                 limits = (blocks.FEW_COLUMN_BLOCKS_ROWS[slow][with_db],) * 3
             counts = 4 / 3 if x == dy and DTYPES[x].itemsize > 2 else 1  # two types: x is the larger
+            one_type, data = x == dy, config.common.data_bytes(problem)
+            if device.has_fast_memory and width == 1 and data <= blocks.FAST_SINGLE_COLUMNS_BYTES and want_dx:
+                timed = DTYPES[x].itemsize <= 4 if one_type else chosen.slabs == 1
+                timed &= not gap and columns > 32 * config.common.columns_per_thread(x)
+                limits = tuple(limit * (4 if timed else 1) for limit in limits)
             thread_rows = -(-rows * column_threads // (chosen.threads * grid.row_parts))
             thread_rows *= -(-slices * grid.row_parts // grid.column_blocks)
             assert thread_rows * counts <= limits[min(sectors, 3) - 1]
@@ -1084,6 +1091,48 @@ def test_column_blocks_take_all_columns(device, x, dy, alignment, want_dx):
     assert bool(found) == device.has_clusters
     sharing = alignment == 16 and want_dx and (DTYPES[x].itemsize == DTYPES[dy].itemsize == 2 or x == dy == "float32")
     assert bool(shared) == (device.has_clusters and sharing)
+
+
+@pytest.mark.parametrize(
+    ("norm", "columns", "megabytes", "x", "dy", "has"),
+    [
+        *(("layernorm", n, 3, "bfloat16", "bfloat16", True) for n in (1001, 2047)),
+        *(
+            (norm, n, 6, "bfloat16", "bfloat16", True)
+            for norm in ("rmsnorm", "layernorm")
+            for n in (4095, 12289, 16385)
+        ),
+        *((norm, n, 9, "float16", "float16", True) for norm in ("rmsnorm", "layernorm") for n in (4095, 8191, 12289)),
+        *(
+            (norm, n, 18, "bfloat16", "bfloat16", False)
+            for norm in ("rmsnorm", "layernorm")
+            for n in (1001, 2047, 4095, 8191)
+        ),
+        *(
+            (norm, n, 6, "float32", "float32", True)
+            for norm in ("rmsnorm", "layernorm")
+            for n in (1001, 2047, 8191, 16385)
+        ),
+        *(
+            (norm, n, 9, x, "float32" if x == "bfloat16" else "bfloat16", True)
+            for norm in ("rmsnorm", "layernorm")
+            for x in ("bfloat16", "float32")
+            for n in (2047, 4095)
+        ),
+        ("rmsnorm", 12289, 12, "bfloat16", "float32", False),  # in clusters, of two types
+    ],
+)
+def test_few_rows_of_single_columns_have_column_blocks_where_memory_is_fast(norm, columns, megabytes, x, dy, has):
+    """Without gaps."""
+    found = []
+    row_bytes = columns * (2 * DTYPES[x].itemsize + DTYPES[dy].itemsize)
+    problem = backward(columns, x, dy, rows=round(megabytes * 1e6 / row_bytes), norm=norm)
+    for name, gap, expected in (("sm_90", 0, has), ("sm_90", 8, False)):
+        one = replace(problem, x_row_stride=columns + gap, dy_row_stride=columns + gap)
+        chosen = config.backward_config(one, 2, DEVICES[name])
+        grid = config.grid(chosen, one, DEVICES[name].multiprocessors // chosen.slabs, DEVICES[name])
+        found.append((name, gap, grid.column_blocks > 0, expected))
+    assert not [each for each in found if each[2] != each[3]]
 
 
 @pytest.mark.parametrize("name", ["sm_90", "sm_90_slow"])

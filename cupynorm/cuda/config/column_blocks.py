@@ -19,6 +19,8 @@ from .common import (
     columns_per_thread,
     data_bytes,
     divide_up,
+    have_gaps,
+    is_short,
     kernels_sum_db,
     name_of,
     narrow_of,
@@ -74,6 +76,13 @@ FAST_LARGE_LEAST_ROWS = {False: (3, 3, 5), True: (2, 5, math.inf)}
 FAST_LARGE_BYTES = {False: (22 << 20, 19 << 20), True: (25 << 20, 16 << 20)}
 COLUMN_BLOCK_ROWS_ELSE = {False: ((28, 52, 76), (44, 48, 72)), True: ((28, 50, 76), (36, 48, 72))}
 SLOW_FEW_COLUMN_BLOCKS_ELSE, SLOW_FEW_COLUMN_BLOCKS_ROWS_ELSE = 48, (60, 50)
+
+# Where memory is fast, of rows that column blocks read by single columns, up to so many bytes so many times as many:
+# walkers of such take long for few rows (LayerNorm, 2047, 3 MB: 13.7 → 7.8 us, 12 MB: 16.1 → 13.4, but 18 MB, RMSNorm,
+# 4095: 14.6 → 15.7; float32, LayerNorm, 8191, 6 MB: 13.5 → 8.9). Of two types not in clusters (x in bfloat16, dy in
+# float32, RMSNorm, 12289, 12 MB: 13.9 → 17.5). Rows of one warp or less, with gaps, and of float64 were not timed.
+FAST_SINGLE_COLUMNS_BYTES, FAST_SINGLE_COLUMNS_ROWS = 13 << 20, 4
+
 COLUMN_BLOCK_ROWS_ALONE = (20, 22, 40)  # without dx: 25 MB, N=1024, with 32 rows of a sector, 15.2 → 17.0 us
 COLUMN_BLOCK_LARGE_ROW = 4 / 3  # what a row of a larger type counts: float32, 25 MB, N=65536, 64 rows, 17.9 → 20.1 us
 SECTOR_BYTES = 32
@@ -485,6 +494,9 @@ def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, aim:
     column_threads = sector_threads
     while slices(column_threads) > most and config.threads % (2 * column_threads) == 0:
         column_threads *= 2
+    if ITEMSIZE[x] != ITEMSIZE[dy]:  # a thread has few columns; not only powers of two times its sectors
+        of_sectors = range(column_threads, config.threads + 1, sector_threads)
+        column_threads = next((n for n in of_sectors if config.threads % n == 0 and slices(n) <= most), column_threads)
     if aim:
         quarters = OTHER_SLICES if slices(column_threads) > 3 * most // 4 else OTHER_SLICES[:1]
         others = [column_threads * n // 4 for n in quarters]
@@ -532,7 +544,17 @@ def _most_rows(found: _ColumnBlocks, config: BackwardConfig, problem: NormProble
         return FEW_COLUMN_BLOCKS_ROWS[slow][sums_db] if few else COLUMN_BLOCK_ROWS[slow][sums_db][width]
     if slow and steep and found.blocks <= SLOW_FEW_COLUMN_BLOCKS_ELSE:
         return SLOW_FEW_COLUMN_BLOCKS_ROWS_ELSE[sums_db]
-    return COLUMN_BLOCK_ROWS_ELSE[slow][sums_db][width]
+    more = FAST_SINGLE_COLUMNS_ROWS if _has_few_single_columns(config, problem, device) else 1
+    return more * COLUMN_BLOCK_ROWS_ELSE[slow][sums_db][width]
+
+
+def _has_few_single_columns(config: BackwardConfig, problem: NormProblem, device: Device) -> bool:
+    """FAST_SINGLE_COLUMNS_BYTES, of rows longer than a warp's, without gaps."""
+    of_one_type = problem.x_dtype.name == name_of(problem.dy_dtype)
+    timed = problem.x_dtype.itemsize <= 4 if of_one_type else config.slabs == 1
+    few = vector_of(config, problem) == 1 and data_bytes(problem) <= FAST_SINGLE_COLUMNS_BYTES
+    gaps = have_gaps(problem, problem.x_row_stride, problem.dy_row_stride)
+    return few and timed and device.has_fast_memory and not (gaps or is_short(problem))
 
 
 def column_parts_bytes(
