@@ -7,7 +7,8 @@
 // Compile-time switches:
 //   LAYER_NORM  0: RMSNorm, 1: LayerNorm
 //   X_TYPE      element type of x and dx          DY_TYPE  element type of dy
-//   WANT_DB     1: db is summed as well           VECTOR   1: 16-byte accesses (8, where these do not divide a thread's
+//   WANT_DB     1: db is summed as well           VECTOR   1: accesses of 16 bytes of the larger type (kWideVector;
+//                                                          half, where these do not divide a thread's
 //                                                          columns), 0: of NARROW_VECTOR elements, or for
 //                                                          ODD_ROWS (element.cuh)
 //   COLUMNS_PER_THREAD     PART_OF_WARP  1: a row takes a warp or less however many columns a thread has

@@ -2256,11 +2256,11 @@ def test_pace_is_kept_where_lanes_are_nearly_filled(norm, name):
         assert norm == "layernorm" or other.cluster == 16 or other.route == "split" or other.lead > 0, columns
 
 
-@pytest.mark.parametrize("columns", [65536, 81920, 131072])
-def test_mixed_types_of_16_bits_keep_pace_in_clusters_of_eight_alone(columns):
-    """LayerNorm with db: those of sixteen, whose multiprocessors are fewer, lose."""
+@pytest.mark.parametrize(("columns", "cluster", "paced"), [(65536, 8, True), (81920, 16, False), (131072, 16, True)])
+def test_two_types_of_16_bits_keep_pace_by_what_threads_have_of_columns(columns, cluster, paced):
+    """As types of two sizes: in clusters of sixteen only where all columns are there."""
     chosen = config.backward_config(backward(columns, "float16", "bfloat16"), 16, DEVICES["sm_90"])
-    assert (chosen.lead > 0) == ("PACED=1" in chosen.definitions) == (chosen.cluster == 8) == (columns == 65536)
+    assert (chosen.cluster, chosen.lead > 0, "PACED=1" in chosen.definitions) == (cluster, paced, paced)
 
 
 def forward_least_steps(chosen, norm, name, device):
@@ -2616,7 +2616,16 @@ def test_data_of_the_size_of_the_cache_is_read_once():
         assert chosen == [False, True, True, False]
 
 
-def test_mixed_types_take_vectors_of_the_smaller_one():
+def test_two_types_have_accesses_of_the_larger_and_rows_that_are_whole_in_both():
+    """Of dy no more than of the arithmetic's type."""
+    of_types = {
+        ("bfloat16", "float32"): 4,
+        ("float32", "float16"): 4,
+        ("float64", "bfloat16"): 2,
+        ("float32", "float64"): 4,
+    }
+    assert {types: config.common.access_width(*types) for types in of_types} == of_types
+    assert config.common.access_width("bfloat16", "bfloat16") == 8
     assert config.common.vector_width("bfloat16", "float32") == 8
     assert config.common.vector_width("float32", "float64") == 4
     assert config.common.vector_width("float64") == 2

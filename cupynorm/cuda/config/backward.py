@@ -138,7 +138,7 @@ PACED_NARROW_LEAST_COLUMNS = 32  # a thread, of several elements an access: Laye
 # vectors, by norm and bytes of x's type, by columns a thread, of up to so many threads that share a row (1 GB,
 # LayerNorm, 4088: 249.7 → 241.7 us, 7680: 251.0 → 240.2, but 3056: 243.4 → 247.0; RMSNorm, 21600, 0.88 of it, 273.7 →
 # 253.0 without). LayerNorm keeps none with more threads, or other columns; RMSNorm does. The first table was timed
-# where memory is fast, with one type, on compute capability 9.0, and holds below 12.0; the other elsewhere.
+# where memory is fast, on compute capability 9.0, and holds below 12.0; the other elsewhere. Both are of one type.
 Parts = dict[tuple[str, int], dict[int, tuple[tuple[int, float], ...]]]
 ALWAYS, FULL, NEVER = 0.0, 1.0, 2.0
 PACED_LEAST_PART: Parts = {
@@ -189,7 +189,7 @@ SLOW_PACED_LEAST_PART: Parts = {
 # Of x and dy of two types, whose kernels sum db in any case: where a multiprocessor's threads have such a part of the
 # columns for which they find room, by blocks of a cluster (1 GB, x in float32 and dy in bfloat16, 4096, RMSNorm: 257.7
 # → 246.5 us, LayerNorm: 260.0 → 248.3, but 4608, by 160 threads, LayerNorm: 252.3 → 276.8; 98304, RMSNorm, in clusters
-# of sixteen, 3/4: 250.4 → 255.7). Timed where memory is fast, with dy no wider than the arithmetic.
+# of sixteen, 3/4: 250.4 → 255.7). Timed where memory is fast, with types of two sizes, dy no wider than the arithmetic.
 TWO_TYPES_PACED_PARTS, TWO_TYPES_PACED_PART = {16: AS_GOOD_AS_FULL}, 3 / 4
 
 # Of odd rows of several warps: those with so many columns a thread, if few of their lanes are idle, and those with

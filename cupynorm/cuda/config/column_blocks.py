@@ -79,8 +79,9 @@ SLOW_FEW_COLUMN_BLOCKS_ELSE, SLOW_FEW_COLUMN_BLOCKS_ROWS_ELSE = 48, (60, 50)
 
 # Where memory is fast, of rows that column blocks read by single columns, up to so many bytes so many times as many:
 # walkers of such take long for few rows (LayerNorm, 2047, 3 MB: 13.7 → 7.8 us, 12 MB: 16.1 → 13.4, but 18 MB, RMSNorm,
-# 4095: 14.6 → 15.7; float32, LayerNorm, 8191, 6 MB: 13.5 → 8.9). Of two types not in clusters (x in bfloat16, dy in
-# float32, RMSNorm, 12289, 12 MB: 13.9 → 17.5). Rows of one warp or less, with gaps, and of float64 were not timed.
+# 4095: 14.6 → 15.8; float32, LayerNorm, 8191, 6 MB: 13.5 → 8.9). Of two types not in clusters (x in bfloat16, dy in
+# float32, RMSNorm, 12289, 12 MB: 13.9 → 17.5). As before are rows of one warp or less, with gaps, of float64 alone, and
+# calls without dx; not timed were clusters of over two blocks, and dy in float64.
 FAST_SINGLE_COLUMNS_BYTES, FAST_SINGLE_COLUMNS_ROWS = 13 << 20, 4
 
 COLUMN_BLOCK_ROWS_ALONE = (20, 22, 40)  # without dx: 25 MB, N=1024, with 32 rows of a sector, 15.2 → 17.0 us
