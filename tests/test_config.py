@@ -1272,7 +1272,7 @@ ON_H200 = [
     ("layernorm", 5208, 384, "bfloat16", "bfloat16", True, 264, (168, 96, 16)),
     ("rmsnorm", 16276, 256, "bfloat16", "bfloat16", True, 264, (200, 64, 32)),
     ("layernorm", 60000, 128, "bfloat16", "bfloat16", True, 264, (235, 0, 0)),
-    ("rmsnorm", 763, 4096, "bfloat16", "float32", True, 132, (68, 64, 32)),  # types of two sizes
+    ("rmsnorm", 763, 4096, "bfloat16", "float32", True, 132, (68, 64, 16)),  # types of two sizes
     ("rmsnorm", 3052, 1024, "bfloat16", "float32", True, 132, (128, 0, 0)),
 ]
 
