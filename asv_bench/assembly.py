@@ -131,6 +131,9 @@ def kernels_of(row: Row) -> tuple[Kernel, ...]:
     itemsize, statistic = case.dtype.itemsize, problem.statistics_dtype(case.dtype)
     strides = ((case.columns + row.gap) * itemsize, itemsize)
     x = problem.ArraySpec((case.rows, case.columns), strides, case.dtype, 0, row.start * itemsize % 16)
+    dy_itemsize = row.dy_itemsize
+    of_dy = (case.columns + row.gap) * dy_itemsize, dy_itemsize
+    dy = problem.ArraySpec(x.shape, of_dy, row.dy_dtype or case.dtype, 0, row.start * dy_itemsize % 16)
     w = problem.ArraySpec((case.columns,), (case.w_dtype.itemsize,), case.w_dtype, 0)
     mean = problem.ArraySpec((case.rows,), (statistic.itemsize,), statistic, 0)
     layernorm = case.norm == "layernorm"
@@ -139,7 +142,7 @@ def kernels_of(row: Row) -> tuple[Kernel, ...]:
     aligned = row.alignment if hasattr(common, "narrow_vector") or hasattr(common, "access_of") else row.alignment == 16
     named: dict[str, Any] = {}
     if case.backward:
-        arrays = {"x": x, "w": w, "dy": x, "mean": mean if layernorm else None, "rstd": mean, "dresidual_out": None}
+        arrays = {"x": x, "w": w, "dy": dy, "mean": mean if layernorm else None, "rstd": mean, "dresidual_out": None}
         found = problem.backward_problem(
             case.norm,
             arrays,
@@ -150,7 +153,7 @@ def kernels_of(row: Row) -> tuple[Kernel, ...]:
             accumulate=False,
         )
         if hasattr(config, "ODD_IN_WORDS"):
-            named["odd"] = odd_access(found, (x.offset, x.offset, 0))
+            named["odd"] = odd_access(found, (x.offset, dy.offset, 0))
         backward = config.backward_config(found, aligned, device, **named)
         kernels = [(f"backward_{backward.route}.cu", backward.definitions)]
         # Older trees have other names for it, or none, and no kernel for few rows.

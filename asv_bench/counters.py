@@ -147,7 +147,7 @@ def cells(row: Row, kernel: dict[str, str], is_triad: bool) -> list[str]:
         number(kernel.get(metric, "")) for metric in METRICS
     )
     elements = row.case.rows * row.case.columns
-    needed = 3 * elements * row.case.dtype.itemsize if is_triad else row.case.bytes
+    needed = 3 * elements * row.case.dtype.itemsize if is_triad else row.bytes
     return [
         *(row.case.op, row.case.shape, kernel["Kernel Name"].partition("(")[0], f"{time / 1e3:.1f}"),
         *(f"{megabytes / 1e6:.1f}" for megabytes in (needed, read_, written)),

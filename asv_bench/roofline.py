@@ -13,7 +13,8 @@ z = x + dy, scaled to the bytes that the work needs; data is three tensors of th
 
 The sets:
 
-    sizes     25 N, each with data of 25 MB, 100 MB and 1 GB (--sizes, --only, --dtype, --w-dtype and --gap change that)
+    sizes     25 N, each with data of 25 MB, 100 MB and 1 GB (--sizes, --only, --dtype, --w-dtype, --dy-dtype and --gap
+              change that)
     dtypes    float16 with float32 w, and all float32: four N, the same data
     pytorch   the shapes that PyTorch's own norm benchmark names
     triton    the 30 rows of Triton's layer-norm tutorial: 4096 rows, all float16
@@ -67,6 +68,7 @@ class Row:
     gap: int = 0
     start: int = 0
     dx_alone: bool = False
+    dy_dtype: np.dtype[Any] | None = None  # None: x's
 
     @property
     def output_mask(self) -> tuple[bool, ...] | None:
@@ -75,30 +77,58 @@ class Row:
 
     @property
     def data_bytes(self) -> int:
-        return 3 * self.case.rows * self.case.columns * self.case.dtype.itemsize
+        return 3 * self.case.rows * self.case.columns * self.case.dtype.itemsize + self._more_of_dy
+
+    @property
+    def bytes(self) -> int:
+        """What the work needs to read and write at the least."""
+        return self.case.bytes + self._more_of_dy
+
+    def triad_seconds(self, measured: bench.Measurement) -> float:
+        """Of as many bytes."""
+        return measured.triad_seconds * (self.bytes / self.case.bytes)
+
+    @property
+    def dy_itemsize(self) -> int:
+        return self.dy_dtype.itemsize if self.dy_dtype else self.case.dtype.itemsize
+
+    @property
+    def _more_of_dy(self) -> int:
+        """Bytes that dy has more than x."""
+        return self.case.rows * self.case.columns * (self.dy_itemsize - self.case.dtype.itemsize)
 
     @property
     def alignment(self) -> int:
-        """Every row of x begins at a multiple of so many bytes: of 16, or of a lower power of two."""
-        bits = (self.case.columns + self.gap | self.start) * self.case.dtype.itemsize | 16
+        """Every row of x and dy begins at a multiple of so many bytes: of 16, or of a lower power of two."""
+        bits = (self.case.columns + self.gap | self.start) * min(self.case.dtype.itemsize, self.dy_itemsize) | 16
         return bits & -bits
 
     @property
     def layout(self) -> str:
         layout = f"stride N+{self.gap}, start {self.start}" if self.gap or self.start else "dense"
+        layout += f", dy {self.dy_dtype.name}" if self.dy_dtype else ""
         return f"{layout}, dx alone" if self.dx_alone else layout
 
 
-def rows_for(megabytes: float, columns: int, itemsize: int) -> int:
+def rows_for(megabytes: float, columns: int, itemsize: float) -> int:
     return max(1, round(megabytes * 1e6 / (3 * columns * itemsize)))
 
 
 def by_data(
-    op: str, columns: Sequence[int], sizes: Sequence[float], dtype: Any, w_dtype: Any = None, gap: int = 0
+    op: str,
+    columns: Sequence[int],
+    sizes: Sequence[float],
+    dtype: Any,
+    w_dtype: Any = None,
+    gap: int = 0,
+    dy_dtype: Any = None,
 ) -> Iterator[Row]:
+    x, dy = (bench.dtype_of(each) for each in (dtype, dy_dtype or dtype))
+    itemsize = (2 * x.itemsize + dy.itemsize) / 3
     for size in sizes:
         for n in columns:
-            yield Row(bench.case(op, rows_for(size, n, bench.dtype_of(dtype).itemsize), n, dtype, w_dtype), gap)
+            case = bench.case(op, rows_for(size, n, itemsize), n, dtype, w_dtype)
+            yield Row(case, gap, dy_dtype=None if dy == x else dy)
 
 
 def odd(op: str, options: argparse.Namespace) -> Iterator[Row]:
@@ -118,7 +148,10 @@ def named(op: str, shapes: Sequence[tuple[int, int]], options: argparse.Namespac
 
 # name: which ops it is about, and its rows for one of them
 SETS: dict[str, tuple[str, Callable[[str, argparse.Namespace], Iterator[Row]]]] = {
-    "sizes": ("_backward", lambda op, o: by_data(op, o.only or COLUMNS, o.sizes or SIZES, o.dtype, o.w_dtype, o.gap)),
+    "sizes": (
+        "_backward",
+        lambda op, o: by_data(op, o.only or COLUMNS, o.sizes or SIZES, o.dtype, o.w_dtype, o.gap, o.dy_dtype),
+    ),
     "dtypes": (
         "_backward",
         lambda op, o: (
@@ -161,6 +194,8 @@ def rows_of_set(name: str, options: argparse.Namespace) -> Iterator[Row]:
 def inputs_of(row: Row, xp: Any) -> dict[str, Any]:
     """The arguments of the row's function by name, x and dy with its gap and start."""
     inputs = bench.make_inputs(row.case, xp)
+    if row.dy_dtype:
+        inputs["dy"] = inputs["dy"].astype(row.dy_dtype)
     if row.gap or row.start:
         inputs |= {name: spread(inputs[name], row, xp) for name in ("x", "dy") if name in inputs}
     return inputs | ({"output_mask": row.output_mask} if row.dx_alone else {})
@@ -185,8 +220,9 @@ def run(options: argparse.Namespace) -> int:
             measured = bench.measure_case(row.case, inputs_of(row, cupy), xp=cupy)
             limit = bound_seconds(row, measured, cupy)
             meets = "yes" if measured.seconds <= limit else "no"
-            times = [f"{seconds * 1e6:.1f}" for seconds in (measured.seconds, measured.triad_seconds, limit)]
-            case, share = row.case, f"{measured.fraction:.3f}"
+            triad_seconds = row.triad_seconds(measured)
+            times = [f"{seconds * 1e6:.1f}" for seconds in (measured.seconds, triad_seconds, limit)]
+            case, share = row.case, f"{triad_seconds / measured.seconds:.3f}"
             lines.append([case.op, case.shape, case.dtypes, row.layout, *times[:2], share, times[2], meets])
         if target:
             report.write_rows(target, HEAD, lines)
@@ -217,12 +253,13 @@ def bound_seconds(row: Row, measured: bench.Measurement, cupy: Any) -> float:
     case = row.case
     if not case.backward:
         return copy_seconds_per_byte(cupy, case.rows * case.columns * case.dtype.itemsize) * case.bytes / 0.96
+    triad_seconds = row.triad_seconds(measured)
     if row.alignment < 16:
-        return measured.triad_seconds / 0.90 + 3e-6
+        return triad_seconds / 0.90 + 3e-6
     if row.data_bytes < 24e6:  # 25 MB, rows rounded
-        return measured.triad_seconds + 2.5e-6
+        return triad_seconds + 2.5e-6
     share, constant = BOUNDS[case.norm]
-    return measured.triad_seconds / share + constant
+    return triad_seconds / share + constant
 
 
 @cache
@@ -272,6 +309,8 @@ def add_row_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", type=listed(columns), metavar="N,…", help="only these N")
     parser.add_argument("--dtype", type=cli.dtype, default="bfloat16", help="where a set has no own; default: bfloat16")
     parser.add_argument("--w-dtype", type=cli.dtype, help="default: float32, float64 with float64")
+    words = "where dy has another type than x, in the set sizes"
+    parser.add_argument("--dy-dtype", type=cli.dtype, help=words)
     words = "so many elements lie between rows of x and dy in the sets sizes and forward"
     parser.add_argument("--gap", type=columns, default=0, metavar="ELEMENTS", help=words)
     words = "backward calls that want neither dw nor db, whose bytes T counts nevertheless"

@@ -188,6 +188,15 @@ def test_sets() -> None:
     assert {row.case.columns for row in rooflines_rows("--set", "all", "--only", "4096")} == {4096}
     apart = rooflines_rows("--set", "sizes,forward", "--gap", "64")
     assert [replace(row, gap=0) for row in apart] == rooflines_rows("--set", "sizes,forward")
+    of_two_types = rooflines_rows(
+        "--dtype", "float32", "--dy-dtype", "bfloat16", "--only", "1001,1004,1024", "--sizes", "6"
+    )
+    assert {row.alignment for row in of_two_types if row.case.columns != 1024} == {2, 8}
+    assert all(abs(row.data_bytes / 6e6 - 1) < 0.01 and row.layout == "dense, dy bfloat16" for row in of_two_types)
+    assert {row.bytes - row.case.bytes for row in of_two_types if row.case.columns == 1024} == {-2 * 586 * 1024}
+    (inputs,) = {roofline.inputs_of(row, np)["dy"].dtype.name for row in of_two_types[:1]}
+    assert inputs == "bfloat16"
+    assert rooflines_rows("--dy-dtype", "bfloat16") == rooflines_rows()
     alone = rooflines_rows("--set", "sizes,forward", "--dx-alone")
     assert [replace(row, dx_alone=False) for row in alone] == rooflines_rows("--set", "sizes")
     assert {row.output_mask for row in alone} == {(True, False), (True, False, False)}
