@@ -194,8 +194,7 @@ def test_sets() -> None:
     assert {row.alignment for row in of_two_types if row.case.columns != 1024} == {2, 8}
     assert all(abs(row.data_bytes / 6e6 - 1) < 0.01 and row.layout == "dense, dy bfloat16" for row in of_two_types)
     assert {row.bytes - row.case.bytes for row in of_two_types if row.case.columns == 1024} == {-2 * 586 * 1024}
-    (inputs,) = {roofline.inputs_of(row, np)["dy"].dtype.name for row in of_two_types[:1]}
-    assert inputs == "bfloat16"
+    assert roofline.inputs_of(of_two_types[0], np)["dy"].dtype.name == "bfloat16"
     assert rooflines_rows("--dy-dtype", "bfloat16") == rooflines_rows()
     alone = rooflines_rows("--set", "sizes,forward", "--dx-alone")
     assert [replace(row, dx_alone=False) for row in alone] == rooflines_rows("--set", "sizes")
