@@ -374,7 +374,7 @@ def test_forward_off_16_bytes_more_blocks_of_four_warps(norm, columns, per_threa
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("most_cluster", [1, 2, 4, 8])
-def test_forward_rows_that_the_largest_cluster_holds_are_not_swept(most_cluster, norm):
+def test_forward_rows_that_the_largest_cluster_holds_are_not_split(most_cluster, norm):
     device = DEVICES["sm_90"]._replace(most_cluster=most_cluster)
     for columns in range(513, 8192 * most_cluster, 211):
         problem = forward_of(backward(columns, "bfloat16", "bfloat16", norm=norm))
@@ -1754,8 +1754,10 @@ def test_forward_configs_hold_their_rows(device, x, alignment):
             assert chosen.groups == 1 or gap == 0 or short or not vector, at
             assert 2 <= chosen.stages <= config.common.STAGED_MOST_STAGES, at
             assert chosen.shared_bytes + config.backward.STATIC_SHARED_BYTES <= device.shared_bytes, at
-        elif chosen.kernel == "forward_swept":
-            assert chosen.threads == (1024 if columns >= 65536 else 512), at
+        elif chosen.kernel == "forward_split_apply":
+            assert chosen.threads == chosen.group_threads == 256, at
+            assert chosen.slab_columns == 256 * per_thread, at
+            assert 1 < chosen.slabs == -(-columns // chosen.slab_columns), at
         else:
             assert chosen.threads <= config.forward.forward_max_threads(vector), at
             assert columns <= chosen.group_threads * per_thread, at

@@ -355,8 +355,8 @@ def placed_from(xp: Any, array: Any, start: int) -> Any:
 @pytest.mark.parametrize("x", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 163841), (150, 163841), (2, 262150), (2, 262152), (140, 66000)])
 def test_rows_that_no_cluster_holds(norm: str, x: str, rows: int, columns: int) -> None:
-    """Forward, swept over by one block of 1024 threads, by single elements and in vectors; 66000 of other types
-    than float64 are still held."""
+    """Forward, by blocks that have a part of it each and read it twice, by single elements and in vectors; 66000 of other
+    types than float64 are still held."""
     cupy = pytest.importorskip("cupy")
     case = Case(norm, rows, columns, x, "float32", x, seed=rows)
     tensors = make_case(cupy, case)
@@ -406,10 +406,10 @@ def test_rows_far_from_zero(xp: Any, x: str, rows: int, columns: int) -> None:
 
 
 @pytest.mark.parametrize("x", ["float16", "bfloat16"])
-@pytest.mark.parametrize("columns", [40960, 81920, 163840])
+@pytest.mark.parametrize("columns", [40960, 81920, 163840, 262152])
 @pytest.mark.parametrize("rows", [1, 12])
 def test_long_rows_far_from_zero(xp: Any, x: str, rows: int, columns: int) -> None:
-    """On an H200 or H100 by clusters of four, eight and sixteen, as launch choices are."""
+    """On an H200 or H100 by clusters of four, eight and sixteen, as launch choices are, and in parts that are read twice."""
     case = far(x, rows, columns)
     tensors = make_case(xp, case)
     check_forward(case, tensors, forward(case.norm, tensors))

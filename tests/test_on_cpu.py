@@ -572,6 +572,18 @@ def test_rows_far_from_zero(
     check_forward(case, tensors, run(small_device, forward(case.norm, on_device(small_device, tensors, gap)), kernel))
 
 
+@pytest.mark.parametrize("columns", [9000, 8201])
+def test_rows_far_from_zero_that_are_read_twice(
+    device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """In vectors and by single elements, on compute capability 8.0; the last part of a row has few columns."""
+    for attribute, value in {75: 8, 16: 4, 97: 166912}.items():
+        monkeypatch.setitem(fake_device.ATTRIBUTES, attribute, value)
+    case = far("bfloat16", 5, columns)
+    tensors = make_case(np, case)
+    check_forward(case, tensors, run(device, forward(case.norm, on_device(device, tensors)), "forward_split"))
+
+
 @pytest.mark.parametrize("columns", [2304, 6144, 6152])
 def test_16_bit_rows_of_several_warps_lose_nothing_far_from_zero(
     small_device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, columns: int
@@ -730,9 +742,9 @@ def test_a_nan_stays_in_its_row(
     [
         (50, 128, ("backward_direct", "forward_direct")),
         (40, 1000, ("backward_direct", "forward_direct")),
-        (5, 9000, ("backward_split", "forward_swept")),
-        (2, 65539, ("backward_split", "forward_swept")),  # by twice as many threads
-        (1, 65544, ("backward_split", "forward_swept")),  # in vectors
+        (5, 9000, ("backward_split", "forward_split")),
+        (2, 65539, ("backward_split", "forward_split")),  # single elements
+        (1, 65544, ("backward_split", "forward_split")),  # in vectors
     ],
 )
 def test_without_the_features_of_newer_devices(

@@ -997,7 +997,9 @@ def test_a_device_that_holds_no_cluster_so_large(
     assert blocks in device.launched[-1].definitions
 
 
-@pytest.mark.parametrize(("most", "kernel"), [(16, "forward_staged"), (8, "forward_swept"), (1, "forward_swept")])
+@pytest.mark.parametrize(
+    ("most", "kernel"), [(16, "forward_staged"), (8, "forward_split_apply"), (1, "forward_split_apply")]
+)
 def test_a_device_that_holds_no_cluster_so_large_forward(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch, most: int, kernel: str
 ) -> None:

@@ -380,7 +380,7 @@ def test_nan_and_inf_stay_where_they_belong(xp: Any, case: Case, value: float) -
             assert not bool(xp.isfinite(result[reached].astype(np.float64)).any()), f"{where}: it got lost"
 
 
-@pytest.mark.parametrize("columns", [1001, 20000, 300000])  # in registers, swept over on some devices, on all
+@pytest.mark.parametrize("columns", [1001, 20000, 300000])  # in registers, read twice on some devices, on all
 @pytest.mark.parametrize("norm", NORMS)
 def test_forward_keeps_rows_apart(xp: Any, norm: str, columns: int) -> None:
     clean = make_tensors(xp, norm, (33, columns), "float32")

@@ -207,16 +207,23 @@ class Forward:
         alignment, odd = _alignment(problem, offsets, w_offsets), _odd_access(problem, offsets)
         configure = functools.partial(choose.forward_config, problem, alignment, odd=odd, start=_start(offsets))
         config, main, device = _fitting(configure, _forward_main, device_of(device_id))
+        steps, walk_rows, drawn_steps, lead, step_counters = 1, problem.rows, 0, 0, 1
         if few := choose.forward_few_rows(config, problem, device):
-            self._launch = Launch(_kernel("forward_few_rows", few.definitions), few.threads).over(few.blocks)
-            steps, walk_rows, drawn_steps, lead, step_counters = 1, problem.rows, 0, 0, 1
+            self._launches = [Launch(_kernel("forward_few_rows", few.definitions), few.threads).over(few.blocks)]
+        elif config.slabs > 1:
+            grid = config.slabs, choose.sums_walkers(config, problem, device)
+            sums = Launch(kernel(config.file, "forward_split_sums", config.definitions), config.threads)
+            self._launches = [sums.over(*grid), main.over(*grid)]
         else:
             at_once = _walkers_at_once(main, device, config.cluster)
             walkers = choose.forward_walkers(config, problem.rows, at_once, device)
             steps, walk_rows, drawn_steps = choose.forward_steps(config, problem.rows, walkers)
             lead, step_counters = choose.pace(config, problem.rows, walkers)
-            self._launch = main.over(walkers * config.cluster)
-        self._workspace = _Workspace(choose.STEP_COUNTERS_BYTES if drawn_steps or lead else 0)
+            self._launches = [main.over(walkers * config.cluster)]
+        if config.slabs > 1:
+            self._workspace = _Workspace(None, problem.rows * config.slabs * 2 * problem.compute_dtype.itemsize)
+        else:
+            self._workspace = _Workspace(choose.STEP_COUNTERS_BYTES if drawn_steps or lead else 0)
 
         def make_arguments() -> tuple[Arguments, _Kept]:
             arguments = Arguments(
@@ -254,7 +261,8 @@ class Forward:
         if memory is not None and memory.ptr != arguments.workspace:
             self._workspace.fill_in(arguments, memory.ptr)
         arguments.fill(x, w, b, y, mean, rstd)
-        self._launch(stream.ptr, arguments.address, 0)
+        for launch in self._launches:
+            launch(stream.ptr, arguments.address, 0)
 
 
 # The memory that is kept for each stream, by its pointer: which stream that was, bytes, memory.
@@ -276,14 +284,16 @@ class _Workspace:
 
     A last part, of `beside` bytes, is no argument of the main kernel; it lies `self.beside` bytes from the start.
 
-    The counters are those of counters.cuh or a Meeting (reduction.cuh), which begins with them. What gangs
-    exchange (gang.cuh) takes the place of the last of the sizes. Both are zero at first.
+    The counters are those of counters.cuh or a Meeting (reduction.cuh), which begins with them; None: the kernels have no
+    place for their address. What gangs exchange (gang.cuh) takes the place of the last of the sizes. Both are zero at
+    first.
 
     A stream's launches follow one another, so its calls use the same memory, which is kept from call to call. A graph,
     which may be launched on any stream, has its own, and so has a call that needs more than KEPT_BYTES.
     """
 
-    def __init__(self, counter_bytes: int, *sizes: int, exchange: int = 0, beside: int = 0) -> None:
+    def __init__(self, counter_bytes: int | None, *sizes: int, exchange: int = 0, beside: int = 0) -> None:
+        has_counters, counter_bytes = counter_bytes is not None, counter_bytes or 0
         counters, exchanged, *parts = (
             -(-size // _PART_BYTES) * _PART_BYTES for size in (counter_bytes, exchange, *sizes, beside)
         )
@@ -292,7 +302,8 @@ class _Workspace:
         # In kept memory nothing else ever lies where these do: it would look like what blocks write there.
         first = _KEPT_ZEROS if self._keeps else counters + exchanged
         *starts, self.beside, end = accumulate(parts, initial=first)
-        places = zip((*starts, 0), (*sizes, counter_bytes), strict=True)
+        places = [*zip((*starts, 0), (*sizes, counter_bytes), strict=True)]
+        places = places if has_counters else places[:-1]
         self._starts = [start if size else None for start, size in places]
         self._zeros = counter_bytes
         if exchange:
@@ -325,7 +336,7 @@ class _Workspace:
         return memory
 
     def fill_in(self, arguments: Arguments, base: int) -> None:
-        """The addresses of the parts and, last, of the counters; 0 for what has no size."""
+        """The addresses of the parts and, last, of the counters, if any; 0 for what has no size."""
         if self._has_parts:
             arguments.fill_workspace(*(0 if start is None else base + start for start in self._starts))
         arguments.workspace = base  # last: an interrupt may come between

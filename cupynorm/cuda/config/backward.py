@@ -11,6 +11,7 @@ from .column_blocks import has_column_blocks
 from .common import (
     ANY_WARPS,
     AS_GOOD_AS_FULL,
+    CLUSTERS,
     ITEMSIZE,
     LONG_LEAST_STEPS,
     ODD,
@@ -187,10 +188,11 @@ SLOW_PACED_LEAST_PART: Parts = {
 }
 
 # Of x and dy of two types, whose kernels sum db in any case: where a multiprocessor's threads have such a part of the
-# columns for which they find room, by blocks of a cluster (1 GB, x in float32 and dy in bfloat16, 4096, RMSNorm: 257.7
-# → 246.5 us, LayerNorm: 260.0 → 248.3, but 4608, by 160 threads, LayerNorm: 252.3 → 276.8; 98304, RMSNorm, in clusters
-# of sixteen, 3/4: 250.4 → 255.7). Timed where memory is fast, with types of two sizes, dy no wider than the arithmetic.
-TWO_TYPES_PACED_PARTS, TWO_TYPES_PACED_PART = {16: AS_GOOD_AS_FULL}, 3 / 4
+# columns for which they find room, by whether the types differ in size; in clusters of sixteen, all (1 GB, x in float32
+# and dy in bfloat16, 4096, RMSNorm: 257.7 → 246.5 us, LayerNorm: 260.0 → 248.3, but 4608, by 160 threads, LayerNorm:
+# 252.3 → 276.8; 98304, RMSNorm, in clusters of sixteen, 3/4: 250.4 → 255.7; two types of 16 bits, RMSNorm, 7168, 7/8:
+# 252.7 → 239.0, but 3072, 3/4: 245.9 → 264.1). Timed where memory is fast, dy no wider than the arithmetic.
+TWO_TYPES_PACED_PART = {True: 3 / 4, False: 7 / 8}
 
 # Of odd rows of several warps: those with so many columns a thread, if few of their lanes are idle, and those with
 # PACED_NARROW_LEAST_COLUMNS of so many warps (1 GB, 7001, RMSNorm: 254.2 → 241.4 us, LayerNorm, which has 28 columns:
@@ -560,12 +562,17 @@ def may_keep_pace(kind: Kind, access: Access, held: tuple[int, int], cluster: in
         return has_whole_warps(x, held) and (fast_enough or (access in ODD and device.has_slow_memory))
     if not vector or (group == 1 and part < FULL):
         return False
-    if x != dy:
+    two_sizes = ITEMSIZE[x] != ITEMSIZE[dy]
+    if two_sizes or (x != dy and not device.has_slow_memory):
         used = part * (STAGED_MAX_THREADS // group * group) / STAGED_MAX_THREADS
         timed = device.has_fast_memory and ITEMSIZE[dy] <= compute_itemsize(x)
-        return timed and used >= TWO_TYPES_PACED_PARTS.get(cluster, TWO_TYPES_PACED_PART)
+        least = AS_GOOD_AS_FULL if cluster == CLUSTERS[-1] else TWO_TYPES_PACED_PART[two_sizes]
+        return timed and used >= least
     if sums_db and (norm == "rmsnorm" or ITEMSIZE[x] > 4):
-        return cluster == 1 and per_thread in (16, 40) and group >= WARP
+        if cluster == 1 and per_thread in (16, 40) and group >= WARP:
+            return True
+        if not device.has_fast_memory or ITEMSIZE[x] > 4 or (ITEMSIZE[x] == 2 and per_thread == 24):
+            return False
     if norm == "layernorm" and not sums_db:
         return True
     return part >= _paced_least_part(norm, x, dy, per_thread, cluster * group, device)

@@ -17,14 +17,15 @@ from .common import (
     Grid,
     access_width,
     columns_per_thread,
+    compute_itemsize,
     data_bytes,
     divide_up,
-    have_gaps,
     is_short,
     kernels_sum_db,
     name_of,
     narrow_of,
     rows_lie_apart,
+    rows_share_copies,
 )
 
 # Where x, dy and dx take at most so many bytes, and column blocks (column_blocks.cuh) at most so many rows for each of
@@ -77,12 +78,28 @@ FAST_LARGE_BYTES = {False: (22 << 20, 19 << 20), True: (25 << 20, 16 << 20)}
 COLUMN_BLOCK_ROWS_ELSE = {False: ((28, 52, 76), (44, 48, 72)), True: ((28, 50, 76), (36, 48, 72))}
 SLOW_FEW_COLUMN_BLOCKS_ELSE, SLOW_FEW_COLUMN_BLOCKS_ROWS_ELSE = 48, (60, 50)
 
-# Where memory is fast, of rows that column blocks read by single columns, up to so many bytes so many times as many:
-# walkers of such take long for few rows (LayerNorm, 2047, 3 MB: 13.7 → 7.8 us, 12 MB: 16.1 → 13.4, but 18 MB, RMSNorm,
-# 4095: 14.6 → 15.8; float32, LayerNorm, 8191, 6 MB: 13.5 → 8.9). Of two types not in clusters (x in bfloat16, dy in
-# float32, RMSNorm, 12289, 12 MB: 13.9 → 17.5). As before are rows of one warp or less, with gaps, of float64 alone, and
-# calls without dx; not timed were clusters of over two blocks, and dy in float64.
-FAST_SINGLE_COLUMNS_BYTES, FAST_SINGLE_COLUMNS_ROWS = 13 << 20, 4
+# Where memory is fast, FAST_MORE_ROWS times as many of what is neither usual (_is_usual) nor float32 on 16 bytes, up to
+# so many bytes: off 16 bytes, where walkers take long for few rows, by bytes of x's type and elements of an access,
+# without and with db (LayerNorm, 2047, 3 MB: 13.7 → 7.8 us, 4100, 18 MB: 15.6 → 13.3, but RMSNorm, 4095, 18 MB: 14.6 →
+# 15.8); on 16 bytes of float64 (LayerNorm, 1536, 25 MB: 17.2 → 14.4), and of two types of unlike size (x in bfloat16,
+# dy in float32, LayerNorm, 3072, 25 MB: 18.1 → 14.5). Of two types off 16 bytes only in one block (RMSNorm, 12289, 12
+# MB: 13.9 → 17.5). As before are rows of one warp or less, with larger gaps, and calls without dx.
+FAST_MORE_ROWS = 4
+FAST_OFF_16_BYTES: dict[tuple[int, int], tuple[int, int]] = {
+    (2, 1): (13 << 20, 15 << 20),
+    (2, 2): (14 << 20, 18 << 20),
+    (2, 4): (26 << 20, 26 << 20),
+    (4, 1): (15 << 20, 18 << 20),
+    (8, 1): (18 << 20, 24 << 20),
+}
+FAST_TWO_TYPES_OFF_16_BYTES, FAST_FLOAT64_BYTES = 13 << 20, (0, 26 << 20)
+
+# Of two types of unlike size on 16 bytes, rows of over a warp in up to so many blocks: more rows up to so many bytes,
+# and where these blocks are full, up to so many column blocks at all, RMSNorm only if x is the larger (x in float32, dy
+# in bfloat16, LayerNorm, 4096, 50 MB: 24.6 → 20.9 us, RMSNorm 22.6 → 21.0; but 1024, 75 MB: 28.1 → 34.8, 24576, in 192
+# threads, 29.5 → 31.3, 98304, in sixteen blocks, 50 MB: 23.9 → 30.6).
+FAST_TWO_SIZES_MOST_BLOCKS, FAST_TWO_SIZES_ROWS_BYTES = 8, 26 << 20
+FAST_TWO_SIZES_BYTES = {"rmsnorm": 52 << 20, "layernorm": 60 << 20}
 
 COLUMN_BLOCK_ROWS_ALONE = (20, 22, 40)  # without dx: 25 MB, N=1024, with 32 rows of a sector, 15.2 → 17.0 us
 COLUMN_BLOCK_LARGE_ROW = 4 / 3  # what a row of a larger type counts: float32, 25 MB, N=65536, 64 rows, 17.9 → 20.1 us
@@ -334,7 +351,8 @@ def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) ->
             return SLOW_CLUSTERS_BYTES[sums_db]
         if timed and problem.want_dx and _is_fast_large(config, problem, device):
             return _fast_large_bytes(config, problem)
-        return COLUMN_BLOCKS_BYTES_ELSE[slow][problem.norm][sums_db]
+        usual = COLUMN_BLOCKS_BYTES_ELSE[slow][problem.norm][sums_db]
+        return max(usual, _two_sizes_bytes(config, problem, device))
     if problem.columns <= SHARED_MEDIUM_COLUMNS or not problem.want_dx:
         return COLUMN_BLOCKS_BYTES
     if not slow:
@@ -357,7 +375,9 @@ def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) ->
 
 
 def _is_fast_large(config: BackwardConfig, problem: NormProblem, device: Device) -> bool:
-    return device.has_fast_memory and _has_16_bits(config, problem) and config.slabs >= FAST_LARGE_BLOCKS
+    float32 = problem.x_dtype.name == "float32" == name_of(problem.dy_dtype) and "VECTOR=1" in config.definitions
+    timed = float32 or _has_16_bits(config, problem)
+    return device.has_fast_memory and timed and config.slabs >= FAST_LARGE_BLOCKS
 
 
 def _fast_large_bytes(config: BackwardConfig, problem: NormProblem) -> int:
@@ -492,12 +512,9 @@ def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, aim:
     def batches(column_threads: int) -> int:
         return divide_up(problem.rows, config.threads // column_threads * COLUMN_BLOCK_BATCH)
 
-    column_threads = sector_threads
-    while slices(column_threads) > most and config.threads % (2 * column_threads) == 0:
-        column_threads *= 2
-    if ITEMSIZE[x] != ITEMSIZE[dy]:  # a thread has few columns; not only powers of two times its sectors
-        of_sectors = range(column_threads, config.threads + 1, sector_threads)
-        column_threads = next((n for n in of_sectors if config.threads % n == 0 and slices(n) <= most), column_threads)
+    divisors = [n for n in range(sector_threads, config.threads, sector_threads) if config.threads % n == 0]
+    divisors.sort(key=lambda n: n // sector_threads & (n // sector_threads - 1) != 0)  # powers of two of sectors first
+    column_threads = next((n for n in divisors if slices(n) <= most), config.threads)
     if aim:
         quarters = OTHER_SLICES if slices(column_threads) > 3 * most // 4 else OTHER_SLICES[:1]
         others = [column_threads * n // 4 for n in quarters]
@@ -545,17 +562,48 @@ def _most_rows(found: _ColumnBlocks, config: BackwardConfig, problem: NormProble
         return FEW_COLUMN_BLOCKS_ROWS[slow][sums_db] if few else COLUMN_BLOCK_ROWS[slow][sums_db][width]
     if slow and steep and found.blocks <= SLOW_FEW_COLUMN_BLOCKS_ELSE:
         return SLOW_FEW_COLUMN_BLOCKS_ROWS_ELSE[sums_db]
-    more = FAST_SINGLE_COLUMNS_ROWS if _has_few_single_columns(config, problem, device) else 1
+    more = FAST_MORE_ROWS if data_bytes(problem) <= _more_rows_bytes(config, problem, device) else 1
     return more * COLUMN_BLOCK_ROWS_ELSE[slow][sums_db][width]
 
 
-def _has_few_single_columns(config: BackwardConfig, problem: NormProblem, device: Device) -> bool:
-    """FAST_SINGLE_COLUMNS_BYTES, of rows longer than a warp's, without gaps."""
-    of_one_type = problem.x_dtype.name == name_of(problem.dy_dtype)
-    timed = problem.x_dtype.itemsize <= 4 if of_one_type else config.slabs == 1
-    few = vector_of(config, problem) == 1 and data_bytes(problem) <= FAST_SINGLE_COLUMNS_BYTES
-    gaps = have_gaps(problem, problem.x_row_stride, problem.dy_row_stride)
-    return few and timed and device.has_fast_memory and not (gaps or is_short(problem))
+def _more_rows_bytes(config: BackwardConfig, problem: NormProblem, device: Device) -> int:
+    """Up to which there are FAST_MORE_ROWS times as many rows."""
+    x, dy, sums_db = problem.x_dtype.name, name_of(problem.dy_dtype), kernels_sum_db(problem)
+    if not _gains_by_more_rows(config, problem, device):
+        return 0
+    if "VECTOR=1" in config.definitions:
+        if _is_long_of_two_sizes(config, problem):
+            return max(_two_sizes_bytes(config, problem, device), FAST_TWO_SIZES_ROWS_BYTES)
+        return FAST_FLOAT64_BYTES[sums_db] if x == dy == "float64" else 0
+    if x != dy:
+        return FAST_TWO_TYPES_OFF_16_BYTES if config.slabs == 1 else 0
+    return FAST_OFF_16_BYTES.get((ITEMSIZE[x], vector_of(config, problem)), (0, 0))[sums_db]
+
+
+def _two_sizes_bytes(config: BackwardConfig, problem: NormProblem, device: Device) -> int:
+    """FAST_TWO_SIZES_BYTES."""
+    if not (_gains_by_more_rows(config, problem, device) and _is_long_of_two_sizes(config, problem)):
+        return 0
+    full = config.groups > 1 or config.threads == STAGED_MAX_THREADS
+    gains = problem.norm == "layernorm" or problem.x_dtype.itemsize > ITEMSIZE[name_of(problem.dy_dtype)]
+    return FAST_TWO_SIZES_BYTES[problem.norm] if full and gains else 0
+
+
+def _gains_by_more_rows(config: BackwardConfig, problem: NormProblem, device: Device) -> bool:
+    """Whether something like it was timed: rows of more than a warp that follow one another, dy no wider than the
+    arithmetic."""
+    x, dy = problem.x_dtype.name, name_of(problem.dy_dtype)
+    if not device.has_fast_memory or not problem.want_dx or is_short(problem) or ITEMSIZE[dy] > compute_itemsize(x):
+        return False
+    vector = "VECTOR=1" in config.definitions
+    return rows_share_copies(problem, vector, {}, problem.x_row_stride, problem.dy_row_stride)
+
+
+def _is_long_of_two_sizes(config: BackwardConfig, problem: NormProblem) -> bool:
+    """FAST_TWO_SIZES_MOST_BLOCKS."""
+    two_sizes = problem.x_dtype.itemsize != ITEMSIZE[name_of(problem.dy_dtype)]
+    long = config.group_threads > WARP and config.slabs <= FAST_TWO_SIZES_MOST_BLOCKS
+    return two_sizes and long and "VECTOR=1" in config.definitions
 
 
 def column_parts_bytes(

@@ -155,11 +155,12 @@ class ForwardConfig(NamedTuple):
     """How one forward problem runs: see the head of the source file for what the words mean."""
 
     file: str
-    kernel: str  # "forward_direct", "forward_swept" or "forward_staged"
+    kernel: str  # "forward_direct", "forward_split_apply" or "forward_staged"
     definitions: tuple[str, ...]
     threads: int
     group_threads: int
     slab_columns: int = 0
+    slabs: int = 1  # split route
     cluster: int = 1
     stages: int = 0
     shared_bytes: int = 0

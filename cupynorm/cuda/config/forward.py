@@ -194,10 +194,7 @@ FORWARD_CLUSTER_COLUMNS = {"rmsnorm": (32, 40, 48, 56), "layernorm": (36, 40, 48
 # RMSNorm's in clusters of eight and sixteen that have no room for the row otherwise.
 FORWARD_MANY_COLUMNS_PER_THREAD = 64
 
-# Of a block that sweeps over a row, and over a long one: a multiprocessor has room for two of the former. By N alone,
-# for the order of sums hangs on it (an H200, where no cluster holds such rows, vectors one by one, by 512 threads, and
-# so: 300000, 100 MB, 92, 72, 48 us, 1 GB 485, 332, 307; single elements, 163841, 556, 114, 81, but 688, 536, 622).
-SWEPT_THREADS, SWEPT_LONG_COLUMNS = (512, 1024), 1 << 16
+FORWARD_SPLIT_THREADS = 256
 FORWARD_ARGUMENTS = "7P4qd9i2h"  # struct ForwardArguments in forward.cuh
 
 
@@ -383,8 +380,17 @@ def forward_config(
     threads = in_whole_warps(divide_up(problem.columns, per_thread))
     if threads <= forward_max_threads(vector > 1):
         return ForwardConfig("forward.cu", "forward_direct", definitions, threads, threads)
-    threads = SWEPT_THREADS[problem.columns >= SWEPT_LONG_COLUMNS]
-    return ForwardConfig("forward.cu", "forward_swept", definitions, threads, threads)
+    threads = FORWARD_SPLIT_THREADS
+    slab = threads * per_thread
+    return ForwardConfig(
+        "forward_split.cu",
+        "forward_split_apply",
+        definitions,
+        threads,
+        threads,
+        slab_columns=slab,
+        slabs=divide_up(problem.columns, slab),
+    )
 
 
 def direct_forward_definitions(per_thread: int, part: bool = False, access: Access = SINGLE) -> tuple[str, ...]:

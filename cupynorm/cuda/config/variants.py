@@ -71,8 +71,7 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
     for norm, x, dy, want_db, vector in product(
         ("rmsnorm", "layernorm"), FLOAT_NAMES, FLOAT_NAMES, (False, True), (False, True)
     ):
-        # RMSNorm has no db; where types differ, kernels sum it in any case.
-        if want_db < (x != dy) or want_db > (norm == "layernorm" or x != dy):
+        if want_db < (x != dy):  # where types differ, kernels sum db in any case
             continue
         definitions = backward_definitions(norm, x, dy, want_db, vector)
         for threads in DIRECT_MAX_THREADS[vector][: 1 if device.has_clusters else None]:
@@ -116,7 +115,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
     for norm, x, vector in product(("rmsnorm", "layernorm"), FLOAT_NAMES, (False, True)):
         definitions = forward_definitions(norm, x, vector)
         routes = (*definitions, *direct_forward_definitions(columns_per_thread(x)))
-        yield Variant("forward.cu", ("forward_direct", "forward_swept"), routes)
+        yield Variant("forward.cu", ("forward_direct",), routes)
+        yield Variant("forward_split.cu", ("forward_split_sums", "forward_split_apply"), routes)
         choices = functools.partial(forward_choice, norm, x, vector)
         parts = forward_part_of_warp_lanes(x, vector, SINGLE, choices(1, device), device)
         for per_thread in parts:

@@ -160,8 +160,9 @@ def clusters_at_once(reported: int, cluster: int, device: Device) -> int:
     return usual * max(1, round(reported / usual))
 
 
-def sums_walkers(config: BackwardConfig, problem: NormProblem, device: Device) -> int:
-    """Blocks that walk rows in the first sweep of the split route: 8 for a multiprocessor, no partial rows to pay."""
+def sums_walkers(config: BackwardConfig | ForwardConfig, problem: NormProblem, device: Device) -> int:
+    """Blocks that walk rows on the split routes, where there are no partial rows to pay: 8 for a multiprocessor. Forward,
+    and in the first sweep of the backward pass."""
     return max(1, min(problem.rows, divide_up(8 * device.multiprocessors, config.slabs)))
 
 

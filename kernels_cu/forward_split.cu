@@ -1,0 +1,158 @@
+// Forward pass for rows of any length, in two sweeps over memory: what each part of a row comes to, then y.
+//
+// The route for rows that no cluster holds, and for long rows where there are no clusters. A row is split by columns over the
+// slabs of blockIdx.x, 16 columns a thread (8 in float64); blockIdx.y walks rows. The first kernel writes a pair of sums per row and
+// slab; every block of the second puts a row's pairs together (as forward.cuh says) and does the rest of its slab. x crosses memory
+// twice, y once. Orders of sums: a slab over a thread's columns, over lanes and warps by butterflies, the slabs of a row likewise.
+#include "forward.cuh"
+
+constexpr int kThreads = 256;
+
+struct Slab {
+    int first_column, columns;
+
+    __device__ explicit Slab(const ForwardArguments& a)
+        : first_column(blockIdx.x * a.slab_columns), columns(minimum(a.slab_columns, a.columns - first_column)) {}
+};
+
+// A thread's vectors of one slab of a row after the other: the next row is on its way while one is at work. Columns that the thread
+// does not hold stay 0.
+template <bool kLast> struct SlabRows {
+    const ForwardArguments& a;
+    const Slab& slab;
+    const Columns& own;
+    Vector next[kVectors] = {};
+
+    __device__ SlabRows(const ForwardArguments& a, const Slab& slab, const Columns& own) : a(a), slab(slab), own(own) {
+        load(blockIdx.y);
+    }
+    __device__ void take(int64 row, Vector (&vectors)[kVectors]) {
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) vectors[k] = next[k];
+        load(row + gridDim.y);
+    }
+
+private:
+    __device__ void load(int64 row) {
+        if (row >= a.rows) return;
+        const X* const x = a.x + row * a.x_row_stride + slab.first_column;
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            if (!own.holds(k)) continue;
+            if constexpr (kLast) next[k].load_streaming(x + own.at(k));
+            else next[k].load(x + own.at(k));
+        }
+    }
+};
+
+// Of each slab of a row Σ(x − m)², m its own mean, and Σx; RMSNorm: Σx², and 0. They lie where other kernels have their counters.
+__device__ inline Sums<Compute>* slab_sums(const ForwardArguments& a, int64 row) {
+    return reinterpret_cast<Sums<Compute>*>(a.counters) + row * gridDim.x;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2) forward_split_sums(const ForwardArguments a) {
+    __shared__ GroupSum<Compute, kThreads / 32> group_sum;
+    const Slab slab(a);
+    const Columns own(threadIdx.x, kThreads, slab.columns);
+    const ThreadPart part([&](int k) { return own.holds(k); });
+    const Compute reciprocal_columns = Compute(1) / Compute(slab.columns);
+
+    SlabRows<false> rows(a, slab, own);
+    int buffer = 0;
+    for (int64 row = blockIdx.y; row < a.rows; row += gridDim.y) {
+        Vector vectors[kVectors];
+        rows.take(row, vectors);
+        Compute x[kVector], mean = Compute(0), centre = Compute(0), own_sum = Compute(0), sum_of_slab = Compute(0);
+        if constexpr (kLayerNorm) {
+            ThreadSum sum;
+#pragma unroll
+            for (int k = 0; k < kVectors; ++k) {
+                vectors[k].unpack(x);
+#pragma unroll
+                for (int v = 0; v < kVector; ++v) sum.of(k, v) += x[v];
+            }
+            Sums<Compute> sums = sum.sums(own);
+            own_sum = sums.first;
+            group_sum.all<false>(sums, kThreads, buffer);
+            sum_of_slab = sums.first;
+            mean = mean_of(sum_of_slab, reciprocal_columns);
+            centre = part.centre(own_sum, mean);
+        }
+        ThreadSum squares, distances;
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            if (!own.holds(k)) continue;
+            vectors[k].unpack(x);
+#pragma unroll
+            for (int v = 0; v < kVector; ++v) {
+                const Compute distance = x[v] - centre;
+                squares.of(k, v) += distance * distance;
+                if constexpr (ThreadPart::kSumsDistances) distances.of(k, v) += distance;
+            }
+        }
+        Sums<Compute> sums = squares.sums(own);
+        sums.first = part.about(mean, centre, sums.first, own_sum, distances.sums(own).first);
+        group_sum.all<false>(sums, kThreads, buffer);
+        if (threadIdx.x == 0) slab_sums(a, row)[blockIdx.x] = {sums.first, sum_of_slab};
+    }
+}
+
+// Sums over a row's slabs, in every warp alike: term(sums, columns).
+template <class Term> __device__ Compute over_slabs(const ForwardArguments& a, const Sums<Compute>* slabs, Term term) {
+    Sums<Compute> sum = {Compute(0), Compute(0)};
+    for (int slab = threadIdx.x % 32; slab < int(gridDim.x); slab += 32) {
+        sum.first += term(slabs[slab], Compute(minimum(a.slab_columns, a.columns - slab * a.slab_columns)));
+    }
+    sum_over_lanes<false, 32>(sum);
+    return sum.first;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2) forward_split_apply(const ForwardArguments a) {
+    const Slab slab(a);
+    const Columns own(threadIdx.x, kThreads, slab.columns);
+    const auto column_of = [&](int i) { return loaded_column(own, i); };
+    Compute w[kVectors][kVector], b[kVectors][kVector];
+    fill_columns(w, Compute(1));
+    fill_columns(b, Compute(0));
+    load_columns(as_loaded(w), column_address(a.w, a.w_code, slab.first_column), a.w_code, column_of);
+    load_columns(as_loaded(b), column_address(a.b, a.b_code, slab.first_column), a.b_code, column_of);
+    const RootOfMean root(a.eps);
+    const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
+
+    SlabRows<true> rows(a, slab, own);
+    for (int64 row = blockIdx.y; row < a.rows; row += gridDim.y) {
+        Vector vectors[kVectors];
+        rows.take(row, vectors);
+        const Sums<Compute>* const slabs = slab_sums(a, row);
+        Compute mean = Compute(0);
+        if constexpr (kLayerNorm) {
+            const Compute sum = over_slabs(a, slabs, [](const Sums<Compute>& own, Compute) { return own.second; });
+            mean = mean_of(sum, reciprocal_columns);
+        }
+        const Compute squares = over_slabs(a, slabs, [&](const Sums<Compute>& own, Compute columns) {
+            if constexpr (!kLayerNorm) return own.first;
+            const Compute apart = fused(-columns, mean, own.second);  // the slab's mean less the row's, times its columns
+            return fused(apart / columns, apart, own.first);
+        });
+        const Compute rstd = root.reciprocal(squares * reciprocal_columns);
+        X* const y_row = a.y + row * a.y_row_stride + slab.first_column;
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            if (!own.holds(k)) continue;
+            Compute y[kVector];
+            vectors[k].unpack(y);
+#pragma unroll
+            for (int v = 0; v < kVector; ++v) {
+                const Compute centred = kLayerNorm ? y[v] - mean : y[v];
+                y[v] = centred * rstd * w[k][v] + b[k][v];
+            }
+            Vector packed;
+            packed.pack(y);
+            packed.store_streaming(y_row + own.at(k));
+        }
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            a.rstd[row] = rstd;
+            if constexpr (kLayerNorm) a.mean[row] = mean;
+        }
+    }
+}
