@@ -1014,6 +1014,29 @@ def test_no_warp_reads_single_columns_that_are_not_there(device, x, dy):
             assert "SHORT_ROWS=1" not in chosen.definitions, (columns, norm)
 
 
+def bytes_with_more_rows(problem, chosen, device, width):
+    """Up to which column blocks have FAST_MORE_ROWS times as many rows; `width`: elements of an access."""
+    blocks, x, dy = config.column_blocks, problem.x_dtype, problem.dy_dtype
+    short = problem.columns <= 32 * config.common.columns_per_thread(x.name)
+    wide_dy = dy.itemsize > config.common.compute_itemsize(x.name)
+    if not device.has_fast_memory or not problem.want_dx or short or wide_dy:
+        return 0
+    vector, with_db = "VECTOR=1" in chosen.definitions, problem.want_db or x != dy
+    if problem.x_row_stride + problem.dy_row_stride > (2 if vector else 2.2) * problem.columns:
+        return 0
+    if not vector and x != dy:
+        return blocks.FAST_TWO_TYPES_OFF_16_BYTES if chosen.slabs == 1 else 0
+    if not vector:
+        return blocks.FAST_OFF_16_BYTES[x.itemsize, width][with_db]
+    if x.itemsize != dy.itemsize:
+        if chosen.group_threads == 32 or chosen.slabs > 8:
+            return 0
+        full = chosen.threads == 256 or chosen.groups > 1
+        gains = full and (problem.norm == "layernorm" or x.itemsize > dy.itemsize)
+        return blocks.FAST_TWO_SIZES_BYTES[problem.norm] if gains else blocks.FAST_TWO_SIZES_ROWS_BYTES
+    return blocks.FAST_FLOAT64_BYTES[with_db] if x == dy == np.float64 else 0
+
+
 @pytest.mark.parametrize("want_dx", [True, False])
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
 @pytest.mark.parametrize(("x", "dy"), [*((x, x) for x in DTYPES), ("float64", "bfloat16"), ("float32", "float16")])
@@ -1055,9 +1078,7 @@ def test_column_blocks_take_all_columns(device, x, dy, alignment, want_dx):
             assert part == 0
             vector = "VECTOR=1" in chosen.definitions
             usual = DTYPES[x].itemsize == DTYPES[dy].itemsize == 2 and vector and chosen.slabs <= 4 and want_dx
-            if sectors & (sectors - 1) and DTYPES[x].itemsize != DTYPES[dy].itemsize:
-                assert chosen.threads % column_threads == 0  # three times a power of two, say
-            elif sectors & (sectors - 1):
+            if sectors & (sectors - 1) and chosen.threads % column_threads:
                 assert usual
                 assert sectors % 2 == 0
                 assert sectors >= config.column_blocks.OTHER_SLICES_LEAST_SECTORS
@@ -1075,11 +1096,8 @@ def test_column_blocks_take_all_columns(device, x, dy, alignment, want_dx):
             if few and grid.column_blocks <= blocks.FEW_COLUMN_BLOCKS:
                 limits = (blocks.FEW_COLUMN_BLOCKS_ROWS[slow][with_db],) * 3
             counts = 4 / 3 if x == dy and DTYPES[x].itemsize > 2 else 1  # two types: x is the larger
-            one_type, data = x == dy, config.common.data_bytes(problem)
-            if device.has_fast_memory and width == 1 and data <= blocks.FAST_SINGLE_COLUMNS_BYTES and want_dx:
-                timed = DTYPES[x].itemsize <= 4 if one_type else chosen.slabs == 1
-                timed &= not gap and columns > 32 * config.common.columns_per_thread(x)
-                limits = tuple(limit * (4 if timed else 1) for limit in limits)
+            if config.common.data_bytes(problem) <= bytes_with_more_rows(problem, chosen, device, width):
+                limits = tuple(limit * blocks.FAST_MORE_ROWS for limit in limits)
             thread_rows = -(-rows * column_threads // (chosen.threads * grid.row_parts))
             thread_rows *= -(-slices * grid.row_parts // grid.column_blocks)
             assert thread_rows * counts <= limits[min(sectors, 3) - 1]
@@ -1123,16 +1141,68 @@ def test_column_blocks_take_all_columns(device, x, dy, alignment, want_dx):
     ],
 )
 def test_few_rows_of_single_columns_have_column_blocks_where_memory_is_fast(norm, columns, megabytes, x, dy, has):
-    """Without gaps; in none of these cases where memory is slow."""
+    """Without gaps or with small ones; in none of these cases where memory is slow."""
     found = []
     row_bytes = columns * (2 * DTYPES[x].itemsize + DTYPES[dy].itemsize)
     problem = backward(columns, x, dy, rows=round(megabytes * 1e6 / row_bytes), norm=norm)
-    for name, gap, expected in (("sm_90", 0, has), ("sm_90_slow", 0, False), ("sm_90", 8, False)):
+    for name, gap, expected in (
+        ("sm_90", 0, has),
+        ("sm_90_slow", 0, False),
+        ("sm_90", 8, has),
+        ("sm_90", columns, False),
+    ):
         one = replace(problem, x_row_stride=columns + gap, dy_row_stride=columns + gap)
         chosen = config.backward_config(one, 2, DEVICES[name])
         grid = config.grid(chosen, one, DEVICES[name].multiprocessors // chosen.slabs, DEVICES[name])
         found.append((name, gap, grid.column_blocks > 0, expected))
     assert not [each for each in found if each[2] != each[3]]
+
+
+MORE_COLUMN_BLOCKS = [
+    # norm, columns, MB, types of x and dy, alignment, whether there are column blocks where memory is fast, and slow
+    ("layernorm", 4100, 18, "bfloat16", "bfloat16", 8, True, False),
+    ("rmsnorm", 33004, 25, "bfloat16", "bfloat16", 8, True, False),
+    ("layernorm", 2050, 12, "float16", "float16", 4, True, False),
+    ("rmsnorm", 2050, 18, "float16", "float16", 4, False, False),
+    ("rmsnorm", 2047, 12, "float64", "float64", 8, True, False),
+    ("layernorm", 1536, 25, "float64", "float64", 16, True, False),
+    ("layernorm", 4096, 50, "float32", "bfloat16", 16, True, False),
+    ("rmsnorm", 4096, 50, "float32", "bfloat16", 16, True, False),
+    ("rmsnorm", 4096, 50, "bfloat16", "float32", 16, False, False),
+    ("layernorm", 1024, 50, "float32", "bfloat16", 16, False, False),  # a warp
+    ("layernorm", 24576, 50, "float32", "bfloat16", 16, False, False),  # 192 threads
+    ("layernorm", 98304, 43, "float32", "bfloat16", 16, False, False),  # sixteen blocks
+    ("layernorm", 262144, 6, "float32", "float32", 16, False, True),  # gangs, as those of 16 bits
+    ("rmsnorm", 262144, 18, "float32", "float32", 16, True, True),
+    ("layernorm", 81920, 25, "float32", "float32", 16, True, False),
+]
+
+
+@pytest.mark.parametrize(("norm", "columns", "megabytes", "x", "dy", "alignment", "fast", "slow"), MORE_COLUMN_BLOCKS)
+def test_column_blocks_where_they_were_timed_last(norm, columns, megabytes, x, dy, alignment, fast, slow):
+    row_bytes = columns * (2 * DTYPES[x].itemsize + DTYPES[dy].itemsize)
+    problem = backward(columns, x, dy, rows=round(megabytes * 1e6 / row_bytes), norm=norm)
+    for name, expected in (("sm_90", fast), ("sm_90_slow", slow)):
+        chosen = config.backward_config(problem, alignment, DEVICES[name])
+        grid = config.grid(chosen, problem, DEVICES[name].multiprocessors // chosen.slabs, DEVICES[name])
+        assert (grid.column_blocks > 0) == expected, name
+
+
+@pytest.mark.parametrize(
+    ("columns", "name", "threads", "column_threads"),
+    [
+        (1536, "float64", 96, 16),  # four sectors: powers of two come first
+        (24576, "float64", 192, 192),
+        (40960, "float32", 160, 160),
+        (57344, "float32", 224, 224),
+        (114688, "float32", 224, 224),  # a slice of these is not enough for a block
+    ],
+)
+def test_slices_are_as_wide_as_blocks_of_any_number_of_threads(columns, name, threads, column_threads):
+    problem = backward(columns, name, name, rows=6, norm="rmsnorm")
+    chosen = config.backward_config(problem, 16, DEVICES["sm_90"])
+    found = config.column_blocks._column_blocks(chosen, problem, 64)
+    assert (chosen.threads, found.column_threads) == (threads, column_threads)
 
 
 @pytest.mark.parametrize("name", ["sm_90", "sm_90_slow"])
@@ -2336,10 +2406,11 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
 
 
 # Of 32 columns a thread, and of 16: rows that leave no more than a quarter of the columns free for which threads find
-# room, in clusters of sixteen none, and others.
+# room, of two types of 16 bits an eighth, in clusters of sixteen none, and others.
 TWO_TYPES_PACED = {
     "float32": ((256, 1000, 1536, 3072, 4096, 6144, 12288, 49152, 131072), (264, 1280, 2560, 4608, 5120, 40960, 98304)),
     "float64": ((128, 1000, 1536, 2048, 4096, 6144, 24576, 65536), (136, 1280, 2560, 5120, 9216, 40960, 49152)),
+    "float16": ((256, 1000, 4096, 7168, 131072), (264, 1280, 1536, 2560, 3072, 4608, 6144, 12288, 49152, 98304)),
 }
 
 
@@ -2350,7 +2421,8 @@ TWO_TYPES_PACED = {
 )
 def test_x_and_dy_of_two_types_keep_pace_where_threads_have_columns(norm, x, dy):
     """If memory is fast, rows come in vectors, and dy is no wider than the arithmetic."""
-    paced, unpaced = TWO_TYPES_PACED["float64" if x == "float64" else "float32"]
+    of_16_bits = DTYPES[x].itemsize == DTYPES[dy].itemsize
+    paced, unpaced = TWO_TYPES_PACED["float16" if of_16_bits else "float64" if x == "float64" else "float32"]
     for columns in (*paced, *unpaced):
         problem = backward(columns, x, dy, norm=norm)
         fast = config.backward_config(problem, 16, DEVICES["sm_90"])
@@ -2360,8 +2432,11 @@ def test_x_and_dy_of_two_types_keep_pace_where_threads_have_columns(norm, x, dy)
         slow = config.backward_config(problem, 16, DEVICES["sm_90_slow"])
         off_16 = config.backward_config(problem, 2, DEVICES["sm_90"])
         wide = config.backward_config(backward(columns, "bfloat16", "float64", norm=norm), 16, DEVICES["sm_90"])
-        for other in (slow, off_16, wide):
+        for other in (off_16, wide, *([] if of_16_bits else [slow])):
             assert (other.lead, "PACED=1" in other.definitions) == (0, False), columns
+        if of_16_bits and norm == "layernorm":  # there as one type
+            filled = slow.slab_columns >= 0.99 * slow.per_thread * slow.group_threads and slow.cluster < 16
+            assert (slow.lead > 0) == (filled or slow.per_thread == 16), columns
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,32 @@ def check_both_passes(xp: Any, case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("rows", "columns", "x", "dy"),
+    [
+        # slices that are no power of two, some two of a block
+        *((6, 40960, "float32", ""), (18, 57344, "float32", ""), (9, 81920, "float32", ""), (6, 114688, "float32", "")),
+        *((40, 24576, "float64", ""), (20, 98304, "float32", "bfloat16"), (60, 24576, "bfloat16", "float32")),
+        # more rows than elsewhere
+        *((1300, 4096, "float32", "bfloat16"), (1000, 3072, "bfloat16", "float32"), (650, 1536, "float64", "")),
+        *(
+            (700, 4100, "bfloat16", ""),
+            (950, 2050, "float16", ""),
+            (250, 2047, "float64", ""),
+            (600, 4096, "float64", "bfloat16"),
+        ),
+        *((1, 262144, "float32", ""), (4, 131072, "float32", "")),  # none, in gangs
+    ],
+)
+def test_column_blocks_of_other_types_and_accesses(norm: str, rows: int, columns: int, x: str, dy: str) -> None:
+    cupy = pytest.importorskip("cupy")
+    case = Case(norm, rows, columns, x, "float32", dy or x, has_bias=norm == "layernorm", seed=rows)
+    tensors = make_case(cupy, case)
+    check_backward(case, tensors, backward(norm, tensors, has_bias=case.has_bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("x", ["bfloat16", "float16"])
 @pytest.mark.parametrize("w", ["float32", None])
 @pytest.mark.parametrize(("rows", "columns"), [(69, 4096), (126, 4096), (35, 8192), (110, 3000)])
@@ -355,8 +381,8 @@ def placed_from(xp: Any, array: Any, start: int) -> Any:
 @pytest.mark.parametrize("x", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 163841), (150, 163841), (2, 262150), (2, 262152), (140, 66000)])
 def test_rows_that_no_cluster_holds(norm: str, x: str, rows: int, columns: int) -> None:
-    """Forward, by blocks that have a part of it each and read it twice, by single elements and in vectors; 66000 of other
-    types than float64 are still held."""
+    """Forward, by blocks that have a part of it each and read it twice, by single elements and in vectors; 66000 of
+    other types than float64 are still held."""
     cupy = pytest.importorskip("cupy")
     case = Case(norm, rows, columns, x, "float32", x, seed=rows)
     tensors = make_case(cupy, case)
@@ -409,7 +435,7 @@ def test_rows_far_from_zero(xp: Any, x: str, rows: int, columns: int) -> None:
 @pytest.mark.parametrize("columns", [40960, 81920, 163840, 262152])
 @pytest.mark.parametrize("rows", [1, 12])
 def test_long_rows_far_from_zero(xp: Any, x: str, rows: int, columns: int) -> None:
-    """On an H200 or H100 by clusters of four, eight and sixteen, as launch choices are, and in parts that are read twice."""
+    """On an H200 or H100 by clusters of four, eight and sixteen, as launch choices are, and in parts, read twice."""
     case = far(x, rows, columns)
     tensors = make_case(xp, case)
     check_forward(case, tensors, forward(case.norm, tensors))

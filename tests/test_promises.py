@@ -350,7 +350,7 @@ def containment_cases(backend: str) -> list[Case]:
     """33 rows: more than one for a worker; lengths on each route of the GPU, one of them odd. There also so many that
     no column blocks sum dw and db."""
     lengths = ((96, "bfloat16"), (1001, "float16"), (4097, "float32"), (12288, "bfloat16"), (50000, "bfloat16"))
-    many = zip((60000, 2300, 300, 1600, 370), lengths, strict=True) if backend == "cupy" else ()
+    many = zip((60000, 2300, 500, 1600, 370), lengths, strict=True) if backend == "cupy" else ()
     return [
         Case(norm, rows, columns, x, "float32", x)
         for (rows, (columns, x)), norm in itertools.product((*((33, length) for length in lengths), *many), NORMS)

@@ -284,9 +284,9 @@ class _Workspace:
 
     A last part, of `beside` bytes, is no argument of the main kernel; it lies `self.beside` bytes from the start.
 
-    The counters are those of counters.cuh or a Meeting (reduction.cuh), which begins with them; None: the kernels have no
-    place for their address. What gangs exchange (gang.cuh) takes the place of the last of the sizes. Both are zero at
-    first.
+    The counters are those of counters.cuh or a Meeting (reduction.cuh), which begins with them; with None the kernels'
+    struct has no place for their address. What gangs exchange (gang.cuh) takes the place of the last of the sizes. Both
+    are zero at first.
 
     A stream's launches follow one another, so its calls use the same memory, which is kept from call to call. A graph,
     which may be launched on any stream, has its own, and so has a call that needs more than KEPT_BYTES.

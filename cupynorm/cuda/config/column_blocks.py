@@ -64,7 +64,8 @@ COLUMN_BLOCKS_BYTES_ELSE = {
 # summed, and whether it is a gang or has more than 40 columns a thread, for which LayerNorm's clusters have none (31
 # MB, LayerNorm, 163840: 22.8, 29.0, 114688: 20.6, 22.9). In these gangs, and with db in these clusters, from so many
 # rows on, by whether db is summed, and by whether each block has one slice, two or more (LayerNorm, without and with,
-# 1x262144: 9.7, 14.7, 3x139264: 12.1, 10.9, 5x524288: 23.1, 29.0).
+# 1x262144: 9.7, 14.7, 3x139264: 12.1, 10.9, 5x524288: 23.1, 29.0). Clusters and gangs of float32 likewise (1x262144:
+# 8.7, 24.4).
 FAST_CLUSTERS_BYTES = {
     (False, 4, 24): 28 << 20,
     (False, 4, 32): 40 << 20,
@@ -96,8 +97,8 @@ FAST_TWO_TYPES_OFF_16_BYTES, FAST_FLOAT64_BYTES = 13 << 20, (0, 26 << 20)
 
 # Of two types of unlike size on 16 bytes, rows of over a warp in up to so many blocks: more rows up to so many bytes,
 # and where these blocks are full, up to so many column blocks at all, RMSNorm only if x is the larger (x in float32, dy
-# in bfloat16, LayerNorm, 4096, 50 MB: 24.6 → 20.9 us, RMSNorm 22.6 → 21.0; but 1024, 75 MB: 28.1 → 34.8, 24576, in 192
-# threads, 29.5 → 31.3, 98304, in sixteen blocks, 50 MB: 23.9 → 30.6).
+# in bfloat16, LayerNorm, 4096, 50 MB: 24.6 → 21.0 us, RMSNorm 22.6 → 21.0; but 1024, 75 MB: 28.1 → 34.7, 24576, in 192
+# threads, 29.5 → 31.4, 98304, in sixteen blocks, 50 MB: 23.9 → 30.6).
 FAST_TWO_SIZES_MOST_BLOCKS, FAST_TWO_SIZES_ROWS_BYTES = 8, 26 << 20
 FAST_TWO_SIZES_BYTES = {"rmsnorm": 52 << 20, "layernorm": 60 << 20}
 

@@ -29,6 +29,7 @@ from .common import (
     argument_bytes,
     columns_per_thread,
     compute_itemsize,
+    compute_name,
     counts_to_try,
     divide_up,
     groups_in_block,
@@ -194,7 +195,13 @@ FORWARD_CLUSTER_COLUMNS = {"rmsnorm": (32, 40, 48, 56), "layernorm": (36, 40, 48
 # RMSNorm's in clusters of eight and sixteen that have no room for the row otherwise.
 FORWARD_MANY_COLUMNS_PER_THREAD = 64
 
+# Of rows that no cluster holds, or, longer than a block's, where there are none: threads of a block, which has a part
+# of a row, and columns of each, by whether they come in vectors and by the arithmetic's type. With more off 16 bytes
+# kernels would spill where three blocks are to have room on a multiprocessor (kBlocksAtOnce of forward_split.cu).
+# Before, one block read such a row two or three times (LayerNorm, float32, 262144, one row: 70 → 9.3 us, 667 MB of x
+# and y: 367 → 268).
 FORWARD_SPLIT_THREADS = 256
+FORWARD_SPLIT_COLUMNS = {True: {"float32": 16, "float64": 8}, False: {"float32": 12, "float64": 8}}
 FORWARD_ARGUMENTS = "7P4qd9i2h"  # struct ForwardArguments in forward.cuh
 
 
@@ -376,18 +383,18 @@ def forward_config(
         access = ODD_BY_ELEMENT if access in ODD else access
         definitions = (*definitions, *direct_forward_definitions(held[0], takes_part(x, held), access))
         return ForwardConfig("forward.cu", "forward_direct", definitions, SMALL_BLOCK, held[1])
-    definitions = (*definitions, *direct_forward_definitions(per_thread))
     threads = in_whole_warps(divide_up(problem.columns, per_thread))
     if threads <= forward_max_threads(vector > 1):
+        definitions = (*definitions, *direct_forward_definitions(per_thread))
         return ForwardConfig("forward.cu", "forward_direct", definitions, threads, threads)
-    threads = FORWARD_SPLIT_THREADS
-    slab = threads * per_thread
+    per_thread = forward_split_columns(x, vector > 1)
+    slab = FORWARD_SPLIT_THREADS * per_thread
     return ForwardConfig(
         "forward_split.cu",
         "forward_split_apply",
-        definitions,
-        threads,
-        threads,
+        (*definitions, *direct_forward_definitions(per_thread)),
+        FORWARD_SPLIT_THREADS,
+        FORWARD_SPLIT_THREADS,
         slab_columns=slab,
         slabs=divide_up(problem.columns, slab),
     )
@@ -395,6 +402,11 @@ def forward_config(
 
 def direct_forward_definitions(per_thread: int, part: bool = False, access: Access = SINGLE) -> tuple[str, ...]:
     return f"COLUMNS_PER_THREAD={per_thread}", *part_definitions(part), *access.definitions
+
+
+def forward_split_columns(x: str, vector: bool) -> int:
+    """A thread."""
+    return FORWARD_SPLIT_COLUMNS[vector][compute_name(x)]
 
 
 def forward_max_threads(vector: bool) -> int:

@@ -53,6 +53,7 @@ from .forward import (
     forward_definitions,
     forward_keeps_pace,
     forward_part_of_warp_lanes,
+    forward_split_columns,
     may_draw_short_rows,
 )
 
@@ -116,7 +117,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         definitions = forward_definitions(norm, x, vector)
         routes = (*definitions, *direct_forward_definitions(columns_per_thread(x)))
         yield Variant("forward.cu", ("forward_direct",), routes)
-        yield Variant("forward_split.cu", ("forward_split_sums", "forward_split_apply"), routes)
+        split = (*definitions, *direct_forward_definitions(forward_split_columns(x, vector)))
+        yield Variant("forward_split.cu", ("forward_split_sums", "forward_split_apply"), split)
         choices = functools.partial(forward_choice, norm, x, vector)
         parts = forward_part_of_warp_lanes(x, vector, SINGLE, choices(1, device), device)
         for per_thread in parts:

@@ -161,8 +161,8 @@ def clusters_at_once(reported: int, cluster: int, device: Device) -> int:
 
 
 def sums_walkers(config: BackwardConfig | ForwardConfig, problem: NormProblem, device: Device) -> int:
-    """Blocks that walk rows on the split routes, where there are no partial rows to pay: 8 for a multiprocessor. Forward,
-    and in the first sweep of the backward pass."""
+    """Blocks that walk rows where the split routes have no partial rows to pay, forward and in the first sweep of the
+    backward pass: 8 for a multiprocessor."""
     return max(1, min(problem.rows, divide_up(8 * device.multiprocessors, config.slabs)))
 
 
