@@ -36,7 +36,7 @@ struct ForwardArguments {
     const void *w, *b;  // null: ones, zeros
     X* y;
     Compute *mean, *rstd;
-    StepCounter* counters;  // staged route
+    StepCounter* counters;  // staged route; split route: what slabs come to lies there
     int64 rows;
     int64 walk_rows;     // staged route: those that are divided beforehand
     int64 x_row_stride, y_row_stride;  // in elements

@@ -3,7 +3,8 @@
 // The route for rows that no cluster holds, and for long rows where there are no clusters. A row is split by columns over the
 // slabs of blockIdx.x, 16 columns a thread (off 16 bytes 12, in float64 8); blockIdx.y walks rows. The first kernel writes a pair of
 // sums per row and slab; every block of the second puts a row's pairs together (as forward.cuh says) and does the rest of its slab.
-// x crosses memory twice, y once. Orders of sums: a slab over a thread's columns, over lanes and warps by butterflies, the slabs of
+// x crosses memory twice, y once. Every warp of the second kernel reads all of a row's pairs, which are few up to some millions of
+// columns. Orders of sums: a slab over a thread's columns, over lanes and warps by butterflies, the slabs of
 // a row likewise.
 #include "forward.cuh"
 

@@ -53,10 +53,12 @@ class Allowed(NamedTuple):
 # Off 16 bytes, 16 columns a thread, 12.0, where a thread has 168 registers: norm, types of x and dy, whether db is
 # summed, whether for rows with gaps alone, bytes.
 SPILLS_OF_SINGLE_COLUMNS = (
+    (0, "float16", "float16", 1, True, 8),
     (0, "float16", "bfloat16", 1, True, 8),
     (0, "float16", "float64", 1, False, 44),
     (0, "bfloat16", "float16", 1, True, 16),
     (0, "bfloat16", "bfloat16", 0, True, 8),
+    (0, "bfloat16", "bfloat16", 1, True, 8),
     (0, "bfloat16", "float64", 1, False, 44),
     (1, "float16", "float16", 0, True, 8),
     (1, "float16", "float16", 1, False, 28),
@@ -100,10 +102,9 @@ ALLOWED_SPILLS = (
             12,
             "By the disassembly: a register, set before the first row and read before it and after the last.",
         )
-        for norm, x, dy in (
-            *((1, x, dy) for x in ("float16", "bfloat16") for dy in ("float16", "bfloat16")),
-            *((0, "float16", "bfloat16"), (0, "bfloat16", "float16")),
-        )
+        for norm in (0, 1)
+        for x in ("float16", "bfloat16")
+        for dy in ("float16", "bfloat16")
     ),
     *(
         Allowed(
@@ -166,6 +167,25 @@ ALLOWED_SPILLS = (
         8,
         "By the disassembly: 16 bits, written at one of three places and read once a row. Not timed.",
     ),
+    *(
+        Allowed(
+            "backward_staged",
+            "sm_100",
+            (
+                *("LAYER_NORM=0", f"X_TYPE={x}", f"DY_TYPE={x}", "WANT_DB=1", "COLUMNS_PER_THREAD=24"),
+                *(f"CLUSTER={cluster}", f"ODD_ROWS={odd}"),
+            ),
+            most,
+            f"By the disassembly: {why}. Not timed.",
+        )
+        for x in ("float16", "bfloat16")
+        for cluster, odd, most, why in (
+            (1, 1, 8, "an address, set before the first row and read after the last"),
+            *((cluster, 1, 16, "an address, set before the first row and read after the last") for cluster in (2, 4)),
+            (1, 2, 16, "an address, set before the first row and read after the last"),
+            *((cluster, 2, 8, "16 bits, written at one of two places and read once a row") for cluster in (2, 4)),
+        )
+    ),
     Allowed(
         "backward_direct",
         "sm_80",
@@ -194,7 +214,7 @@ ALLOWED_SPILLS = (
         for architecture in ("sm_75", "sm_80")
         for x, dy in (
             *((x, dy) for x in ("float16", "bfloat16") for dy in ("float32", "float64")),
-            *(("float32", dy) for dy in ("float16", "bfloat16")),
+            *(("float32", dy) for dy in ("float16", "bfloat16", "float32")),
         )
     ),
     Allowed(

@@ -584,6 +584,23 @@ def test_rows_far_from_zero_that_are_read_twice(
     check_forward(case, tensors, run(device, forward(case.norm, on_device(device, tensors)), "forward_split"))
 
 
+@pytest.mark.parametrize("columns", [9000, 8201])
+@pytest.mark.parametrize(("mean", "error"), [(1e2, 2e-7), (1e3, 1e-6), (1e4, 1e-5)])
+def test_float32_rows_that_are_read_twice_far_from_zero(
+    device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, columns: int, mean: float, error: float
+) -> None:
+    """Of their mean's rounding rstd has no more than rows of several warps that are held: 2e-6 and 2e-5 of 6144
+    columns, for means of 10³ and 10⁴ deviations."""
+    for attribute, value in {75: 8, 16: 4, 97: 166912}.items():
+        monkeypatch.setitem(fake_device.ATTRIBUTES, attribute, value)
+    x = (np.random.default_rng(1).standard_normal((4, columns)) + mean).astype(np.float32)
+    placed = device.array(x.shape, x.dtype)
+    values(placed)[...] = x
+    rstd = run(device, cupynorm.layernorm_forward(placed), "forward_split")[-1]
+    exact = 1 / np.sqrt(x.astype(np.float64).var(1) + DEFAULT_EPS["layernorm"])
+    np.testing.assert_allclose(rstd, exact, rtol=error)
+
+
 @pytest.mark.parametrize("columns", [2304, 6144, 6152])
 def test_16_bit_rows_of_several_warps_lose_nothing_far_from_zero(
     small_device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, columns: int

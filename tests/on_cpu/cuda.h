@@ -26,10 +26,10 @@
 #define __cluster_dims__(...)
 #ifdef BLOCKS_AT_ONCE
 #define OF_BLOCK static thread_local
-constexpr bool kBlocksAtOnce = true;
+constexpr bool kBlocksRunAtOnce = true;
 #else
 #define OF_BLOCK static
-constexpr bool kBlocksAtOnce = false;
+constexpr bool kBlocksRunAtOnce = false;
 #endif
 #define __shared__ OF_BLOCK
 #define __CUDA_ARCH__ 750  // so that no conversion to bfloat16 is one of the hardware's; else as on 9.0, not as on 12.0
@@ -59,7 +59,7 @@ OF_BLOCK bool progress;  // in this round some fiber went on
 inline void yield() { swapcontext(&fibers[threadIdx.x], &scheduler); }
 // What other blocks may be writing, so that who reads it over and over lets others go on.
 template <class T> T read_anew(const void* source) {
-    if (kBlocksAtOnce) yield();
+    if (kBlocksRunAtOnce) yield();
     return __atomic_load_n(static_cast<const T*>(source), __ATOMIC_ACQUIRE);
 }
 template <class T, class U> void write(T* target, U value) { __atomic_store_n(target, T(value), __ATOMIC_RELEASE); }
@@ -161,12 +161,12 @@ void launch(Kernel kernel, const Arguments& arguments, int blocks_x, int blocks_
                 continue;
             }
             const auto waited = std::chrono::steady_clock::now() - last_progress;
-            if (!kBlocksAtOnce || waited > std::chrono::minutes(2)) fail("all threads wait for ever");
+            if (!kBlocksRunAtOnce || waited > std::chrono::minutes(2)) fail("all threads wait for ever");
             std::this_thread::yield();  // other blocks may be what they wait for
         }
     };
     const unsigned blocks = gridDim.x * gridDim.y;
-    if (kBlocksAtOnce) {
+    if (kBlocksRunAtOnce) {
         std::vector<std::thread> all;
         for (unsigned block = 0; block < blocks; ++block) all.emplace_back(run, block);
         for (auto& one : all) one.join();

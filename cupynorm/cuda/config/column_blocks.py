@@ -65,7 +65,7 @@ COLUMN_BLOCKS_BYTES_ELSE = {
 # MB, LayerNorm, 163840: 22.8, 29.0, 114688: 20.6, 22.9). In these gangs, and with db in these clusters, from so many
 # rows on, by whether db is summed, and by whether each block has one slice, two or more (LayerNorm, without and with,
 # 1x262144: 9.7, 14.7, 3x139264: 12.1, 10.9, 5x524288: 23.1, 29.0). Clusters and gangs of float32 likewise (1x262144:
-# 8.7, 24.4).
+# without 8.7, with them 24.4).
 FAST_CLUSTERS_BYTES = {
     (False, 4, 24): 28 << 20,
     (False, 4, 32): 40 << 20,
@@ -513,6 +513,7 @@ def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, aim:
     def batches(column_threads: int) -> int:
         return divide_up(problem.rows, config.threads // column_threads * COLUMN_BLOCK_BATCH)
 
+    # Where no power of two will do, also of another divisor of the block's threads, or as wide as the block.
     divisors = [n for n in range(sector_threads, config.threads, sector_threads) if config.threads % n == 0]
     divisors.sort(key=lambda n: n // sector_threads & (n // sector_threads - 1) != 0)  # powers of two of sectors first
     column_threads = next((n for n in divisors if slices(n) <= most), config.threads)
