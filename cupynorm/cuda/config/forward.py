@@ -198,8 +198,8 @@ FORWARD_MANY_COLUMNS_PER_THREAD = 64
 # Of rows that no cluster holds, or, longer than a block's, where there are none: threads of a block, which has a part
 # of a row, and columns of each, by whether they come in vectors and by the arithmetic's type. With more off 16 bytes
 # kernels would spill where three blocks are to have room on a multiprocessor (kBlocksAtOnce of forward_split.cu).
-# Before, one block read such a row two or three times (LayerNorm, float32, 262144, one row: 70 → 9.3 us, 667 MB of x
-# and y: 367 → 268).
+# Before, one block read such a row two or three times (LayerNorm, float32, 262144, one row: 70.8 → 10.4 us, 667 MB of x
+# and y: 368 → 270).
 FORWARD_SPLIT_THREADS = 256
 FORWARD_SPLIT_COLUMNS = {True: {"float32": 16, "float64": 8}, False: {"float32": 12, "float64": 8}}
 FORWARD_ARGUMENTS = "7P4qd9i2h"  # struct ForwardArguments in forward.cuh
