@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import operator
 import re
 from dataclasses import replace
@@ -370,6 +371,33 @@ def test_forward_off_16_bytes_more_blocks_of_four_warps(norm, columns, per_threa
     assert newer.group_threads == 256
     single = config.forward_config(forward_of(backward(columns, "float32", "float32", norm=norm)), 4, DEVICES["sm_90"])
     assert single.group_threads == 256
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("x", DTYPES)
+def test_blocks_of_several_rows_expect_the_gaps_between_them(name: str, x: str) -> None:
+    """By ROW_GAPS or, off 16 bytes, as kernels of whole warps do (kHasGaps of staged.cuh)."""
+    several = 0
+    for columns, gap, norm in product((*range(1, 2100, 7), *UNALIGNED), (1, 8, 20), ("rmsnorm", "layernorm")):
+        of_no_gaps = backward(columns, x, x, norm=norm)
+        problem = replace(of_no_gaps, x_row_stride=columns + gap, dy_row_stride=columns + gap)
+        row_bytes, stride_bytes = (n * DTYPES[x].itemsize for n in (columns, columns + gap))
+        alignment = math.gcd(16, row_bytes, stride_bytes)
+        forward_problem = forward_of(problem)
+        for chosen in (
+            config.backward_config(problem, alignment, DEVICES[name]),
+            config.forward_config(forward_problem, alignment, DEVICES[name]),
+        ):
+            is_staged = chosen.stages > 0
+            if not is_staged or chosen.groups == 1:
+                continue
+            several += 1
+            per_thread = defined(chosen, "COLUMNS_PER_THREAD")
+            part = "PART_OF_WARP=1" in chosen.definitions
+            whole_warps = not part and per_thread > config.common.columns_per_thread(x)
+            copes = whole_warps if "VECTOR=0" in chosen.definitions else False
+            assert copes or "ROW_GAPS=1" in chosen.definitions, (columns, gap, norm, chosen)
+    assert several > 20 or not DEVICES[name].has_clusters
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])

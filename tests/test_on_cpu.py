@@ -165,6 +165,32 @@ def test_few_rows(
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
+    ("rows", "columns", "types", "gap"),
+    [
+        (300, 601, ("float32", "", "float32"), 7),
+        (40, 1601, ("float32", "bfloat16", "float32"), 15),
+        (300, 301, ("float64", "", "float32"), 3),
+        (300, 1001, ("float32", "", "float32"), 0),
+    ],
+)
+def test_rows_on_compute_capability_12(
+    device: KernelsOnCpu,
+    monkeypatch: pytest.MonkeyPatch,
+    norm: str,
+    rows: int,
+    columns: int,
+    types: tuple[str, str, str],
+    gap: int,
+) -> None:
+    """Off 16 bytes a block has several rows there whose threads are no whole warps' kernels: gaps are asked for."""
+    for attribute, value in ((75, 12), (76, 0), (97, 101376)):
+        monkeypatch.setitem(fake_device.ATTRIBUTES, attribute, value)
+    without_kernels_for_few_rows(monkeypatch)
+    check_both(device, case_of(norm, rows, columns, *types), STAGED, gap)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
     ("rows", "columns", "types", "gap", "blocks"),
     [
         (1, 8, ("bfloat16", "", "float32"), 0, 1),

@@ -32,6 +32,7 @@ from .common import (
     PartLanes,
     access_of,
     argument_bytes,
+    asks_for_gaps,
     columns_per_thread,
     compute_itemsize,
     compute_name,
@@ -40,7 +41,6 @@ from .common import (
     for_dx_alone,
     groups_in_block,
     has_whole_warps,
-    have_gaps,
     in_whole_warps,
     is_short,
     kernels_sum_db,
@@ -354,7 +354,6 @@ def _staged(
     width = vector_width(name, dy_name) if vector else 1
     small, strides = is_short(problem), (problem.x_row_stride, problem.dy_row_stride)
     several = rows_share_copies(problem, vector, MOST_COPIED_GAPS, *strides)
-    gaps = small and have_gaps(problem, *strides)
     if small and not several:
         return None
     gangs = not small and may_form_gangs(name, dy_name, device)
@@ -371,6 +370,7 @@ def _staged(
             continue
         if may_fill_lanes(kind, cluster, device) and _fills_lanes(problem.columns, cluster, slab, held, kind):
             held = STAGED_FILLING_COLUMNS, held[1]
+        gaps = several and asks_for_gaps(problem, held, cluster, *strides)
         part = float(_fills_pairs(slab, held)) if access in ODD else slab / (held[0] * held[1])
         paced = may_keep_pace(kind, access, held, cluster, part, device)
         split = _Split(kind, *held, cluster, slab, several and cluster == 1, gaps, paced, access, odd, start)

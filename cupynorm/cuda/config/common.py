@@ -322,6 +322,12 @@ def have_gaps(problem: NormProblem, *strides: int) -> bool:
     return any(stride != problem.columns for stride in strides)
 
 
+def asks_for_gaps(problem: NormProblem, held: tuple[int, int], cluster: int, *strides: int) -> bool:
+    """ROW_GAPS of staged.cuh, where a block may have several rows: kernels of whole warps expect gaps in any case.
+    `held` is what short_row() or staged_threads() chose."""
+    return cluster == 1 and have_gaps(problem, *strides) and not has_whole_warps(problem.x_dtype.name, held)
+
+
 def rows_lie_apart(config: BackwardConfig, problem: NormProblem) -> bool:
     """Whether gaps between rows leave a block one row a step, and so few warps; without gaps it would have several."""
     small = config.route == "staged" and config.slabs == config.groups == 1 and config.threads < STAGED_MAX_THREADS

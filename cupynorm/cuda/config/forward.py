@@ -27,6 +27,7 @@ from .common import (
     PartLanes,
     access_of,
     argument_bytes,
+    asks_for_gaps,
     columns_per_thread,
     compute_itemsize,
     compute_name,
@@ -34,7 +35,6 @@ from .common import (
     divide_up,
     groups_in_block,
     has_whole_warps,
-    have_gaps,
     in_whole_warps,
     is_short,
     leaves_lines,
@@ -430,7 +430,6 @@ def _forward_staged(
     name = problem.x_dtype.name
     stride, small = problem.x_row_stride, is_short(problem)
     several = rows_share_copies(problem, vector > 1, FORWARD_MOST_COPIED_GAPS, stride)
-    gaps = small and have_gaps(problem, stride)
     if small and not several:
         return None
     for cluster, slab in splits(problem.columns, 1 if small else device.largest_cluster, vector, name, name, device):
@@ -440,6 +439,7 @@ def _forward_staged(
         if held is None or _takes_more_blocks(problem.norm, name, vector > 1, held, cluster, device):
             continue
         per_thread, group = held
+        gaps = several and asks_for_gaps(problem, held, cluster, stride)
         b_in_shared = _keeps_b_in_shared(problem.norm, name, vector > 1, held, cluster, device)
         at_once = _forward_threads_at_once(problem.norm, name, vector > 1, access, held, b_in_shared, device)
         if cluster == 1 and group == WARP and not several:
