@@ -5,22 +5,24 @@
 // pair of sums per row and slab; the second adds a row's pairs and does the rest. x and dy cross memory twice, dx once.
 // Orders of sums: a row over a thread's columns, over lanes and warps by butterflies, over the slabs likewise.
 #include "backward.cuh"
+#include "slab.cuh"
 
 constexpr int kThreads = 256;
 
-struct Slab {
-    int first_column, columns;
-
-    __device__ explicit Slab(const BackwardArguments& a)
-        : first_column(blockIdx.x * a.slab_columns), columns(minimum(a.slab_columns, a.columns - first_column)) {}
-};
+// w of a thread's columns, of any type: converted beforehand it would take as much memory as a row.
+__device__ inline Weights<> weights_of(const BackwardArguments& a, const Slab& slab, const Columns& own) {
+    Weights<> w;
+    w.load(nullptr, kNone, own);  // ones, and zeros
+    load_columns(as_loaded(w.own), column_address(a.w, a.w_code, slab.first_column), a.w_code,
+                 [&](int i) { return loaded_column(own, i); });
+    return w;
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_sums(const BackwardArguments a) {
     __shared__ Sums<Compute> warp_sums[2][kThreads / 32];
     const Slab slab(a);
     const Columns own(threadIdx.x, kThreads, slab.columns);
-    Weights<> w;
-    w.load(column_address(a.w, a.w_code, slab.first_column), a.w_code, own);
+    const Weights<> w = weights_of(a, slab, own);
 
     int buffer = 0;
     for (int64 row = blockIdx.y; row < a.rows; row += gridDim.y, buffer ^= 1) {
@@ -53,8 +55,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
     const Slab slab(a);
     const Columns own(threadIdx.x, kThreads, slab.columns);
     ColumnSums column_sums(shared, threadIdx.x, kThreads, own);
-    Weights<> w;
-    w.load(column_address(a.w, a.w_code, slab.first_column), a.w_code, own);
+    const Weights<> w = weights_of(a, slab, own);
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
 
     for (int64 row = blockIdx.y; row < a.rows; row += gridDim.y) {

@@ -26,7 +26,9 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
     // The next row is on its way while one is at work. Columns that the thread does not hold stay 0.
     const int64 step = int64(gridDim.x) * groups;
     Vector next[kVectors] = {};
+    Compute next_origin = Compute(0);
     const auto load = [&](int64 row) {
+        next_origin = origin_of(a.x + row * a.x_row_stride, row < a.rows);
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             const Held own_of = row < a.rows ? held.of(k, column_of(k) < a.columns) : Held(0);
@@ -42,41 +44,25 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
     for (int64 first_row = int64(blockIdx.x) * groups; first_row < a.rows; first_row += step) {
         const int64 row = first_row + group;
         const bool active = row < a.rows;
+        const Compute origin = next_origin;
         Compute x[kVectors][kVector];
 #pragma unroll
-        for (int k = 0; k < kVectors; ++k) next[k].unpack(x[k]);
+        for (int k = 0; k < kVectors; ++k) {
+            next[k].unpack(x[k]);
+            count_from(origin, x[k], column_of(k) < a.columns);
+        }
         load(row + step);
 
-        Compute mean = Compute(0), centre = Compute(0), own_sum = Compute(0);
-        if constexpr (kLayerNorm) {
-            ThreadSum sum;
+        const Sums<Compute> sums = moments_of(part, own, reciprocal_columns,
+                                              [&](int k, Compute (&of)[kVector]) {
 #pragma unroll
-            for (int k = 0; k < kVectors; ++k) {
-#pragma unroll
-                for (int v = 0; v < kVector; ++v) sum.of(k, v) += x[k][v];
-            }
-            Sums<Compute> sums = sum.sums(own);
-            own_sum = sums.first;
-            group_sum.all<false>(sums, a.group_threads, buffer);
-            mean = mean_of(sums.first, reciprocal_columns);
-            centre = part.centre(own_sum, mean);
-        }
-        ThreadSum squares, distances;
-#pragma unroll
-        for (int k = 0; k < kVectors; ++k) {
-            if (column_of(k) < a.columns) {
-#pragma unroll
-                for (int v = 0; v < kVector; ++v) {
-                    if (kOddRows && column_of(k) + v >= a.columns) continue;
-                    const Compute distance = x[k][v] - centre;
-                    squares.of(k, v) += distance * distance;
-                    if constexpr (ThreadPart::kSumsDistances) distances.of(k, v) += distance;
-                }
-            }
-        }
-        Sums<Compute> sums = squares.sums(own);
-        sums.first = part.about(mean, centre, sums.first, own_sum, distances.sums(own).first);
-        group_sum.all<false>(sums, a.group_threads, buffer);
+                                                  for (int v = 0; v < kVector; ++v) of[v] = x[k][v];
+                                              },
+                                              [&](int k) { return held.of(k, column_of(k) < a.columns); },
+                                              [&](Sums<Compute>& sums) {
+                                                  group_sum.all<false>(sums, a.group_threads, buffer);
+                                              });
+        const Compute mean = kLayerNorm ? mean_of(sums.second, reciprocal_columns) : Compute(0);
         const Compute rstd = root.reciprocal(sums.first * reciprocal_columns);
 
         if (active) {
@@ -95,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
             }
             if (thread == 0) {
                 a.rstd[row] = rstd;
-                if constexpr (kLayerNorm) a.mean[row] = mean;
+                if constexpr (kLayerNorm) a.mean[row] = origin + mean;
             }
         }
     }

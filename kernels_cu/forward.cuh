@@ -36,7 +36,8 @@ struct ForwardArguments {
     const void *w, *b;  // null: ones, zeros
     X* y;
     Compute *mean, *rstd;
-    StepCounter* counters;  // staged route; split route: what slabs come to lies there
+    void* sums;             // split route: Sums<Compute> of rows × slabs
+    StepCounter* counters;  // staged route
     int64 rows;
     int64 walk_rows;     // staged route: those that are divided beforehand
     int64 x_row_stride, y_row_stride;  // in elements
@@ -77,14 +78,44 @@ struct ThreadSum {
 __device__ inline float32 mean_of(float32 sum, float32 reciprocal_columns) { return __fmul_rn(sum, reciprocal_columns); }
 __device__ inline float64 mean_of(float64 sum, float64 reciprocal_columns) { return __dmul_rn(sum, reciprocal_columns); }
 
+// What a row's columns are counted from, all the way to y: of wider types than 16 bits LayerNorm takes its first element from all of
+// them, so that far from zero sums are exact to the columns' deviation, not to their size, and a constant row has no variance.
+// Sums of 16-bit columns are as good as exact.
+constexpr bool kHasOrigin = kLayerNorm && sizeof(X) > 2;
+
+__device__ inline Compute origin_of(const X* row, bool active) {
+    Compute origin[1] = {Compute(0)};
+    if constexpr (kHasOrigin) {
+        Packed<X, 1> first;
+        if (active) {
+            first.load(row);
+            first.unpack(origin);
+        }
+    }
+    return origin[0];
+}
+// A vector's columns, if the thread holds it.
+__device__ inline void count_from(Compute origin, Compute (&x)[kVector], bool holds) {
+    if constexpr (kHasOrigin) {
+        const Compute less = holds ? origin : Compute(0);
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) x[v] -= less;
+    }
+}
+__device__ inline void count_from(Compute origin, Vector& vector, bool holds) {
+    if constexpr (kHasOrigin) {
+        Compute x[kVector];
+        vector.unpack(x);
+        count_from(origin, x, holds);
+        vector.pack(x);
+    }
+}
+
 // The part of a row that a thread has. LayerNorm's squares are of its columns about their own mean, for the warp's comes later,
 // by five shuffles (an H100, 8192, 25 MB, 12.0 → 11.6 us, 100 MB 29.5 → 29.0). Not of single columns, for which registers are
 // short, nor of odd rows, whose sums go from lane to lane.
 struct ThreadPart {
     static constexpr bool kCentred = kLayerNorm && !kOddRows && kVector > 1;
-    // A mean is rounded, and so distances from it have a sum, which must not be lost: far from zero it would take rstd's last ten
-    // bits (512 columns, a mean 10⁴ times the deviation). Sums of 16-bit columns are as good as exact, and tell it.
-    static constexpr bool kSumsDistances = kCentred && sizeof(X) > 2;
 
     Compute columns, reciprocal_columns;
 
@@ -102,14 +133,53 @@ struct ThreadPart {
     __device__ Compute centre(Compute own_sum, Compute mean) const {
         return kCentred ? mean_of(own_sum, reciprocal_columns) : mean;
     }
-    // Squares about `centre` as part of those about `mean`; `distances`: those from `centre` added up, with kSumsDistances.
-    __device__ Compute about(Compute mean, Compute centre, Compute squares, Compute own_sum, Compute distances) const {
+    // Squares about `centre` as part of those about `mean`. A mean is rounded: what it leaves of the columns' sum is put back.
+    __device__ Compute about(Compute mean, Compute centre, Compute squares, Compute own_sum) const {
         if constexpr (!kCentred) return squares;
-        if constexpr (!kSumsDistances) distances = fused(-columns, centre, own_sum);
-        const Compute apart = centre - mean;
-        return fused(apart, fused(columns, apart, distances + distances), squares);
+        const Compute left = fused(-columns, centre, own_sum), apart = centre - mean;
+        return fused(apart, fused(columns, apart, left + left), squares);
     }
 };
+
+// What those columns of a row come to that some threads hold: the squares of their distances from their own mean, and their sum
+// (RMSNorm: their squares, and 0). add_up(sums) is over these threads, whose columns have `reciprocal_columns`; unpack(k, x)
+// takes this thread's vector k, zeros where there is no column, and holds(k) says what is (Held of element.cuh).
+template <class Unpack, class Holds, class AddUp>
+__device__ Sums<Compute> moments_of(const ThreadPart& part, const Columns& own, Compute reciprocal_columns, Unpack unpack,
+                                    Holds holds, AddUp add_up) {
+    Compute x[kVector], mean = Compute(0), centre = Compute(0), own_sum = Compute(0), sum_of_all = Compute(0);
+    if constexpr (kLayerNorm) {
+        ThreadSum sum;
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            unpack(k, x);
+#pragma unroll
+            for (int v = 0; v < kVector; ++v) sum.of(k, v) += x[v];
+        }
+        Sums<Compute> sums = sum.sums(own);
+        own_sum = sums.first;
+        add_up(sums);
+        sum_of_all = sums.first;
+        mean = mean_of(sum_of_all, reciprocal_columns);
+        centre = part.centre(own_sum, mean);
+    }
+    ThreadSum squares;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+        unpack(k, x);
+        const Held held = holds(k);
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) {
+            const Compute centre_of = (kOddRows ? held >> 16 * v & 1 : held) ? centre : Compute(0);
+            const Compute distance = kLayerNorm ? x[v] - centre_of : x[v];
+            squares.of(k, v) += distance * distance;
+        }
+    }
+    Sums<Compute> sums = squares.sums(own);
+    sums.first = part.about(mean, centre, sums.first, own_sum);
+    add_up(sums);
+    return {sums.first, sum_of_all};
+}
 
 // 1 / sqrt(mean_square + eps)
 struct RootOfMean {
@@ -117,7 +187,7 @@ struct RootOfMean {
     bool in_double;
 
     __device__ explicit RootOfMean(double eps)
-        : eps(eps), in_double(sizeof(Compute) == 8 || (eps > 0 && eps < 1e-37)) {}  // too small for a float32
+        : eps(eps), in_double(sizeof(Compute) == 8 || (eps > 0 && eps < 1e-37) || eps > 1e37) {}  // no float32
     __device__ Compute reciprocal(Compute mean_square) const {
         if (in_double) return Compute(1) / Compute(sqrt(double(mean_square) + eps));
         return Compute(__frsqrt_rn(float(mean_square) + float(eps)));

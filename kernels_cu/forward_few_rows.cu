@@ -38,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsAtOnce, 1) forward_few_rows
 
     Kept x[kVectors];
     const X* const x_row = a.x + row * a.x_row_stride;
+    const Compute origin = origin_of(x_row, active);
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) x[k].load(x_row + own.at(k), active && own.holds(k));
     Compute w[kVectors][kVector], b[kVectors][kVector];
@@ -49,6 +50,8 @@ extern "C" __global__ void __launch_bounds__(kThreadsAtOnce, 1) forward_few_rows
 
     const BlockExchange exchange(of_warps, a.group_threads);
     const RowMoments<BlockExchange> moments(a, own, exchange);
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) x[k].less(origin, own.holds(k));
     const Sums<Compute> posted = moments.of_warp(x, own, PairsHeld(own));
     exchange.post_warp(posted);
     if (w_is_packed) unpack_columns<X>(w);
@@ -63,6 +66,6 @@ extern "C" __global__ void __launch_bounds__(kThreadsAtOnce, 1) forward_few_rows
     }
     if (active && thread == 0) {
         a.rstd[row] = statistics.rstd;
-        if constexpr (kLayerNorm) a.mean[row] = statistics.mean;
+        if constexpr (kLayerNorm) a.mean[row] = origin + statistics.mean;
     }
 }

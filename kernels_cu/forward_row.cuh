@@ -16,6 +16,7 @@ template <bool kWhole> struct KeptVector {
         if (kOddRows || held) packed.load(source);
         keep_held(packed, held);
     }
+    __device__ void less(Compute origin, bool holds) { count_from(origin, packed, holds); }
     __device__ void unpack(Compute (&x)[kVector]) const {
         packed.unpack(x);
     }
@@ -31,12 +32,15 @@ template <> struct KeptVector<false> {
         }
         value = x[0];
     }
+    __device__ void less(Compute origin, bool holds) {
+        if (kHasOrigin && holds) value -= origin;
+    }
     __device__ void unpack(Compute (&x)[kVector]) const { x[0] = value; }
 };
 using Kept = KeptVector<(kVector > 1)>;
 
 struct RowStatistics {
-    Compute mean, rstd;
+    Compute mean, rstd;  // the mean from the row's origin
 };
 
 // From a row's columns to its statistics. What warps post is the squares of the distances from the mean of their columns, and
@@ -72,39 +76,9 @@ template <class Exchange> struct RowMoments {
 
     // `held` is of an odd row, and has 16 bits for each column of a pair.
     __device__ Sums<Compute> of_warp(const Kept (&row)[kVectors], const Columns& at, const PairsHeld& held) const {
-        Compute x[kVector], mean = Compute(0), centre = Compute(0), own_sum = Compute(0), sum_of_warp = Compute(0);
-        if constexpr (kLayerNorm) {
-            ThreadSum sum;
-#pragma unroll
-            for (int k = 0; k < kVectors; ++k) {
-                row[k].unpack(x);
-#pragma unroll
-                for (int v = 0; v < kVector; ++v) sum.of(k, v) += x[v];
-            }
-            Sums<Compute> sums = sum.sums(at);
-            own_sum = sums.first;
-            exchange.sum_in_warp(sums);
-            sum_of_warp = sums.first;
-            mean = mean_of(sum_of_warp, reciprocal_warp_columns);
-            centre = part.centre(own_sum, mean);
-        }
-        ThreadSum squares, distances;
-#pragma unroll
-        for (int k = 0; k < kVectors; ++k) {
-            row[k].unpack(x);
-            const Held of_vector = held.of(k, at.holds(k));
-#pragma unroll
-            for (int v = 0; v < kVector; ++v) {
-                const Compute centre_of = (kOddRows ? of_vector >> 16 * v & 1 : of_vector) ? centre : Compute(0);
-                const Compute distance = kLayerNorm ? x[v] - centre_of : x[v];
-                squares.of(k, v) += distance * distance;
-                if constexpr (ThreadPart::kSumsDistances) distances.of(k, v) += distance;
-            }
-        }
-        Sums<Compute> sums = squares.sums(at);
-        sums.first = part.about(mean, centre, sums.first, own_sum, distances.sums(at).first);
-        exchange.sum_in_warp(sums);
-        return {sums.first, sum_of_warp};
+        return moments_of(part, at, reciprocal_warp_columns, [&](int k, Compute (&x)[kVector]) { row[k].unpack(x); },
+                          [&](int k) { return held.of(k, at.holds(k)); },
+                          [&](Sums<Compute>& sums) { exchange.sum_in_warp(sums); });
     }
 
     __device__ RowStatistics of_row(int j, const Sums<Compute>& posted) const {

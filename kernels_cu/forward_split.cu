@@ -1,25 +1,19 @@
 // Forward pass for rows of any length, in two sweeps over memory: what each part of a row comes to, then y.
 //
 // The route for rows that no cluster holds, and for long rows where there are no clusters. A row is split by columns over the
-// slabs of blockIdx.x, 16 columns a thread (off 16 bytes 12, in float64 8); blockIdx.y walks rows. The first kernel writes a pair of
+// slabs of blockIdx.x, 16 columns a thread (in float64 8); blockIdx.y walks rows. The first kernel writes a pair of
 // sums per row and slab; every block of the second puts a row's pairs together (as forward.cuh says) and does the rest of its slab.
 // x crosses memory twice, y once. Every warp of the second kernel reads all of a row's pairs, which are few up to some millions of
 // columns. Orders of sums: a slab over a thread's columns, over lanes and warps by butterflies, the slabs of
 // a row likewise.
 #include "forward.cuh"
+#include "slab.cuh"
 
 constexpr int kThreads = 256;
 
-struct Slab {
-    int first_column, columns;
-
-    __device__ explicit Slab(const ForwardArguments& a)
-        : first_column(blockIdx.x * a.slab_columns), columns(minimum(a.slab_columns, a.columns - first_column)) {}
-};
-
-// Of each slab of a row Σ(x − m)², m its own mean, and Σx; RMSNorm: Σx², and 0. They lie where other kernels have their counters.
+// Of each slab of a row Σ(x − m)², m its own mean, and Σx, both counted from the row's origin; RMSNorm: Σx², and 0.
 __device__ inline Sums<Compute>* slab_sums(const ForwardArguments& a, int64 row) {
-    return reinterpret_cast<Sums<Compute>*>(a.counters) + row * gridDim.x;
+    return static_cast<Sums<Compute>*>(a.sums) + row * gridDim.x;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2) forward_split_sums(const ForwardArguments a) {
@@ -31,8 +25,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) forward_split_sums(con
 
     // The next row is on its way while one is at work. Columns that the thread does not hold stay 0.
     Vector next[kVectors] = {};
+    Compute next_origin = Compute(0);
     const auto load = [&](int64 row) {
         const X* const x_row = a.x + row * a.x_row_stride + slab.first_column;
+        next_origin = origin_of(a.x + row * a.x_row_stride, row < a.rows);
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             if (row < a.rows && own.holds(k)) next[k].load(x_row + own.at(k));
@@ -43,40 +39,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) forward_split_sums(con
     for (int64 row = blockIdx.y; row < a.rows; row += gridDim.y) {
         Vector vectors[kVectors];
 #pragma unroll
-        for (int k = 0; k < kVectors; ++k) vectors[k] = next[k];
-        load(row + gridDim.y);
-        Compute x[kVector], mean = Compute(0), centre = Compute(0), own_sum = Compute(0), sum_of_slab = Compute(0);
-        if constexpr (kLayerNorm) {
-            ThreadSum sum;
-#pragma unroll
-            for (int k = 0; k < kVectors; ++k) {
-                vectors[k].unpack(x);
-#pragma unroll
-                for (int v = 0; v < kVector; ++v) sum.of(k, v) += x[v];
-            }
-            Sums<Compute> sums = sum.sums(own);
-            own_sum = sums.first;
-            group_sum.all<false>(sums, kThreads, buffer);
-            sum_of_slab = sums.first;
-            mean = mean_of(sum_of_slab, reciprocal_columns);
-            centre = part.centre(own_sum, mean);
-        }
-        ThreadSum squares, distances;
-#pragma unroll
         for (int k = 0; k < kVectors; ++k) {
-            if (!own.holds(k)) continue;
-            vectors[k].unpack(x);
-#pragma unroll
-            for (int v = 0; v < kVector; ++v) {
-                const Compute distance = x[v] - centre;
-                squares.of(k, v) += distance * distance;
-                if constexpr (ThreadPart::kSumsDistances) distances.of(k, v) += distance;
-            }
+            vectors[k] = next[k];
+            count_from(next_origin, vectors[k], own.holds(k));
         }
-        Sums<Compute> sums = squares.sums(own);
-        sums.first = part.about(mean, centre, sums.first, own_sum, distances.sums(own).first);
-        group_sum.all<false>(sums, kThreads, buffer);
-        if (threadIdx.x == 0) slab_sums(a, row)[blockIdx.x] = {sums.first, sum_of_slab};
+        load(row + gridDim.y);
+        const Sums<Compute> sums = moments_of(part, own, reciprocal_columns,
+                                              [&](int k, Compute (&x)[kVector]) { vectors[k].unpack(x); },
+                                              [&](int k) { return own.holds(k); },
+                                              [&](Sums<Compute>& sums) { group_sum.all<false>(sums, kThreads, buffer); });
+        if (threadIdx.x == 0) slab_sums(a, row)[blockIdx.x] = sums;
     }
 }
 
@@ -113,8 +85,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksAtOnce) forward_sp
         for (int k = 0; k < kVectors; ++k) {
             if (own.holds(k)) vectors[k].load_streaming(x_row + own.at(k));
         }
+        const Compute origin = origin_of(a.x + row * a.x_row_stride, true);
         const Sums<Compute>* const slabs = slab_sums(a, row);
-        Compute mean = Compute(0);
+        Compute mean = Compute(0);  // from the origin
         if constexpr (kLayerNorm) {
             const Compute sum = over_slabs(a, slabs, [](const Sums<Compute>& own, Compute) { return own.second; });
             mean = mean_of(sum, reciprocal_columns);
@@ -131,6 +104,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksAtOnce) forward_sp
             if (!own.holds(k)) continue;
             Compute y[kVector];
             vectors[k].unpack(y);
+            count_from(origin, y, true);
 #pragma unroll
             for (int v = 0; v < kVector; ++v) {
                 const Compute centred = kLayerNorm ? y[v] - mean : y[v];
@@ -142,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksAtOnce) forward_sp
         }
         if (blockIdx.x == 0 && threadIdx.x == 0) {
             a.rstd[row] = rstd;
-            if constexpr (kLayerNorm) a.mean[row] = mean;
+            if constexpr (kLayerNorm) a.mean[row] = origin + mean;
         }
     }
 }

@@ -172,6 +172,10 @@ private:
     }
 };
 
+// Whether a row's first element, and so its origin, is where the row is. Else it is another team's, which may not be there yet, or
+// another block's: each step asks memory for the next one's.
+constexpr bool kOriginInRing = !kHasOrigin || (kMaxTeams == 1 && !kClustered);
+
 // With two, LayerNorm at 100 MB took up to 3% more, RMSNorm up to 2%.
 constexpr int kFirstSteps = 1;
 
@@ -223,6 +227,13 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     RingPlace place;
     Kept kept[kVectors], kept_before[kVectors];
     Sums<Compute> posted, posted_before;
+    Compute origin = Compute(0), origin_before, next_origin = Compute(0);
+    const auto ask_for_origin = [&](int j) {
+        if (kOriginInRing || !walk.has(j)) return;
+        const int64 row = walk.row(j) + share.group;
+        next_origin = origin_of(a.x + row * a.x_row_stride, row < a.rows);
+    };
+    ask_for_origin(0);
     int64 row = walk.first + share.group;  // of the step before
     const auto y_of_row = [&] { return writer.begin(a.y + row * a.y_row_stride + share.first_column, own); };
     X* y = y_of_row();
@@ -238,10 +249,16 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         more = walk.has(j);
         const Columns at = own.found_anew();
         if (more) {
+            origin = next_origin;
+            ask_for_origin(j + 1);
             ring.wait(place);
             const X* const x_row = x_part.in(ring.place(place.stage), share, walk.row(j));
+            if constexpr (kOriginInRing) origin = origin_of(x_row, true);
 #pragma unroll
-            for (int k = 0; k < kVectors; ++k) kept[k].load(x_row + at.at(k), held.of(k, at.holds(k)));
+            for (int k = 0; k < kVectors; ++k) {
+                kept[k].load(x_row + at.at(k), held.of(k, at.holds(k)));
+                kept[k].less(origin, at.holds(k));
+            }
             posted = moments.of_warp(kept, at, held);
             exchange.post_warp(posted, j, share.thread);
             ring.fill_again(place, walk, j, pace, x_part);
@@ -260,12 +277,13 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             writer.finish(y, at, active);
             if (active && share.thread == 0 && share.rank == 0) {
                 a.rstd[row] = statistics.rstd;
-                if constexpr (kLayerNorm) a.mean[row] = statistics.mean;
+                if constexpr (kLayerNorm) a.mean[row] = origin_before + statistics.mean;
             }
             y += walk.step * a.y_row_stride;
             row += walk.step;
         }
         posted_before = posted;
+        origin_before = origin;
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) kept_before[k] = kept[k];
     }

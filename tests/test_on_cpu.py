@@ -610,21 +610,72 @@ def test_rows_far_from_zero_that_are_read_twice(
     check_forward(case, tensors, run(device, forward(case.norm, on_device(device, tensors)), "forward_split"))
 
 
-@pytest.mark.parametrize("columns", [9000, 8201])
-@pytest.mark.parametrize(("mean", "error"), [(1e2, 2e-7), (1e3, 1e-6), (1e4, 1e-5)])
-def test_float32_rows_that_are_read_twice_far_from_zero(
-    device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, columns: int, mean: float, error: float
-) -> None:
-    """Of their mean's rounding rstd has no more than rows of several warps that are held: 2e-6 and 2e-5 of 6144
-    columns, for means of 10³ and 10⁴ deviations."""
-    for attribute, value in {75: 8, 16: 4, 97: 166912}.items():
-        monkeypatch.setitem(fake_device.ATTRIBUTES, attribute, value)
-    x = (np.random.default_rng(1).standard_normal((4, columns)) + mean).astype(np.float32)
-    placed = device.array(x.shape, x.dtype)
+# Rows, columns, what lies between rows, and the kernel: of a warp or less, of several warps, in vectors and by single
+# elements, few of them, with large gaps, and of several blocks on compute capability 8.0.
+WIDE_ROWS = [
+    *((150, 96, 0, "forward_staged"), (60, 512, 0, "forward_staged"), (20, 4096, 0, "forward_staged")),
+    *((30, 1001, 0, "forward_staged"), (2, 512, 0, "forward_few_rows"), (150, 96, 400, "forward_direct")),
+    *((4, 9000, 0, "forward_split"), (4, 8201, 0, "forward_split")),
+]
+
+
+def wide_forward(
+    device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, x: Any, gap: int, kernel: str
+) -> tuple[Any, ...]:
+    if kernel == "forward_split":
+        for attribute, value in {75: 8, 16: 4, 97: 166912}.items():
+            monkeypatch.setitem(fake_device.ATTRIBUTES, attribute, value)
+    elif "few" not in kernel:
+        without_kernels_for_few_rows(monkeypatch)
+    placed = device.array((len(x), x.shape[1] + gap), x.dtype)[:, : x.shape[1]]
     values(placed)[...] = x
-    rstd = run(device, cupynorm.layernorm_forward(placed), "forward_split")[-1]
-    exact = 1 / np.sqrt(x.astype(np.float64).var(1) + DEFAULT_EPS["layernorm"])
-    np.testing.assert_allclose(rstd, exact, rtol=error)
+    return run(device, cupynorm.layernorm_forward(placed), kernel)
+
+
+@pytest.mark.parametrize(("rows", "columns", "gap", "kernel"), WIDE_ROWS)
+@pytest.mark.parametrize("x", ["float32", "float64"])
+def test_wide_types_lose_nothing_far_from_zero(
+    device: KernelsOnCpu,
+    monkeypatch: pytest.MonkeyPatch,
+    x: str,
+    rows: int,
+    columns: int,
+    gap: int,
+    kernel: str,
+) -> None:
+    """At a mean of 10⁴ deviations, or where the row's first element, from which the others are counted, lies so far off
+    alone, rstd has a few roundings, and y none of the mean's."""
+    epsilon = np.finfo(x).eps
+    array = (np.random.default_rng(1).standard_normal((rows, columns)) + 1e4).astype(x)
+    array[0, 0] += 1e4
+    y, mean, rstd = wide_forward(device, monkeypatch, array, gap, kernel)
+    wide = array.astype(np.longdouble)
+    exact_mean, variance = wide.mean(1), wide.var(1)
+    exact_rstd = 1 / np.sqrt(variance + np.longdouble(DEFAULT_EPS["layernorm"]))
+    np.testing.assert_allclose(mean, exact_mean, rtol=2 * epsilon)
+    np.testing.assert_allclose(rstd, exact_rstd, rtol=4 * epsilon)
+    exact = (wide - exact_mean[:, None]) * exact_rstd[:, None]
+    np.testing.assert_allclose(y[1:], exact[1:].astype(np.float64), rtol=4 * epsilon, atol=8 * epsilon)
+
+
+@pytest.mark.parametrize(("rows", "columns", "gap", "kernel"), WIDE_ROWS)
+@pytest.mark.parametrize("x", ["float32", "float64"])
+def test_constant_rows_of_wide_types_are_exact(
+    device: KernelsOnCpu,
+    monkeypatch: pytest.MonkeyPatch,
+    x: str,
+    rows: int,
+    columns: int,
+    gap: int,
+    kernel: str,
+) -> None:
+    """Whatever the constant: its mean is itself, and y is zero."""
+    constants = (np.random.default_rng(2).standard_normal(rows) * 10.0 ** (np.arange(rows) % 12 - 4)).astype(x)
+    array = np.repeat(constants[:, None], columns, axis=1)
+    y, mean, rstd = wide_forward(device, monkeypatch, array, gap, kernel)
+    np.testing.assert_array_equal(y, 0)
+    np.testing.assert_array_equal(mean, constants)
+    np.testing.assert_allclose(rstd, DEFAULT_EPS["layernorm"] ** -0.5, rtol=4 * np.finfo(x).eps)
 
 
 @pytest.mark.parametrize("columns", [2304, 6144, 6152])

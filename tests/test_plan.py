@@ -4,6 +4,7 @@ a device that is none."""
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import gc
 import itertools
@@ -259,7 +260,7 @@ def meeting_of(launch: Any) -> int:
 
 def counters_of(launch: Any) -> int:
     """Where the memory begins in which blocks meet, and count steps."""
-    return meeting_of(launch) if launch.kernel.startswith("backward") else int(launch.fields()[6])
+    return meeting_of(launch) if launch.kernel.startswith("backward") else int(launch.named().counters)
 
 
 def test_a_captured_stream_gets_workspace_of_its_own(device: FakeDevice) -> None:
@@ -387,6 +388,151 @@ def test_a_large_workspace_is_not_kept(device: FakeDevice) -> None:
         assert counter_bytes <= part - memory.ptr == device.allocated[-1][1] - size
     assert launch._Workspace(0, 0).take(device.stream, kept) is None
     assert launch._Workspace(64, 512).take(device.stream, kept) is kept[device.stream.ptr][2]
+
+
+# So many rows and columns of 16 bits, 137 GB, whose sums by slabs are 136 MB; at these addresses, and their strides.
+HUGE_ROWS, HUGE_COLUMNS = (1 << 18) + 1, (1 << 18) + 1
+HUGE_STRIDE = HUGE_COLUMNS + 2
+
+
+def huge_problem(norm: problem.Norm, dy: str | None) -> problem.NormProblem:
+    return problem.NormProblem(
+        norm=norm,
+        direction="backward" if dy else "forward",
+        rows=HUGE_ROWS,
+        columns=HUGE_COLUMNS,
+        x_dtype=DTYPES["bfloat16"],
+        dy_dtype=DTYPES[dy] if dy else None,
+        w_dtype=DTYPES["float32"],
+        b_dtype=None,
+        x_row_stride=HUGE_STRIDE,
+        dy_row_stride=HUGE_COLUMNS,
+        out_row_stride=HUGE_COLUMNS,
+        copies=frozenset(),
+        want_dx=dy is not None,
+        want_dw=dy is not None,
+        want_db=dy is not None and norm == "layernorm",
+    )
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_huge_forward_call_goes_in_several_launches(device: FakeDevice, norm: problem.Norm) -> None:
+    """So that its workspace is no larger than others': two kernels over some rows each, which follow one another."""
+    from cupynorm.cuda import launch
+
+    x, w, b, y, mean, rstd = range(1 << 40, 7 << 40, 1 << 40)
+    statistics = (mean, rstd) if norm == "layernorm" else (rstd,)
+    launch.Forward(huge_problem(norm, None), (0, 0), (0, 0))(x, w, b, 0, y, *statistics)
+    assert all(size <= config.WORKSPACE_BYTES for _, size in device.allocated)
+    done = 0
+    for sums, apply in pairs(device):
+        assert (sums.kernel, apply.kernel) == ("forward_split_sums", "forward_split_apply")
+        assert sums.arguments == apply.arguments
+        got = apply.named()
+        assert (got.x, got.y) == (x + 2 * HUGE_STRIDE * done, y + 2 * HUGE_COLUMNS * done)
+        assert (got.mean, got.rstd) == (mean + 4 * done if norm == "layernorm" else 0, rstd + 4 * done)
+        assert (got.w, got.b, got.counters) == (w, b, 0)
+        assert got.sums
+        assert apply.grid == sums.grid
+        assert 2 <= got.rows <= config.WORKSPACE_BYTES // (8 * apply.grid[0])
+        done += got.rows
+    assert done == HUGE_ROWS
+    assert len(device.launched) == 2 * 4
+
+
+@pytest.mark.parametrize("w", ["float64", "bfloat16", "float16"])
+def test_huge_rows_need_no_more_workspace(device: FakeDevice, w: str) -> None:
+    """W is read as it is, and dw and db are summed some columns at a time, each column once."""
+    from cupynorm.cuda import launch
+
+    columns = (1 << 29) + 1
+    one_row = dataclasses.replace(
+        huge_problem("layernorm", "float16"), rows=1, columns=columns, w_dtype=DTYPES[w], x_row_stride=columns
+    )
+    x, w_address, dy, mean, rstd, dx, dw, db = range(1 << 40, 9 << 40, 1 << 40)
+    plan = launch.Backward(one_row, (0, 0, 0), (0,), (0, 0))
+    plan(x, w_address, dy, mean, rstd, 0, dx, dw, db)
+    assert all(size <= config.WORKSPACE_BYTES for _, size in device.allocated)
+    summed = 0
+    for launched in device.launched:
+        got = launched.named()
+        assert launched.kernel != "widen_w"
+        assert got.w == w_address
+        if got.dw:
+            assert (got.x, got.dy, got.dx) == (x + 2 * summed, dy + 2 * summed, 0)
+            assert (got.dw, got.db) == (dw + DTYPES[w].itemsize * summed, db + DTYPES[w].itemsize * summed)
+            assert summed % 512 == 0
+            summed += got.columns
+        elif got.dx:
+            assert (got.x, got.dy, got.dx, got.columns) == (x, dy, dx, columns)
+    assert summed == columns
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (12, 0)])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("x", DTYPES)
+def test_no_workspace_is_over_64_mib(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch, norm: problem.Norm, x: str, capability: tuple[int, int]
+) -> None:
+    from cupynorm.cuda import launch
+
+    shared_bytes = {7: 65536, 8: 166912, 9: ATTRIBUTES[97], 12: 101376}[capability[0]]
+    for attribute, value in ((75, capability[0]), (76, capability[1]), (97, shared_bytes)):
+        monkeypatch.setitem(ATTRIBUTES, attribute, value)
+    for columns, gigabytes, dy, w in itertools.product(
+        (1, 384, 4099, 65544, 1 << 18, 300001, 1 << 20, 5_000_001, 1 << 27), (0, 1, 90), (x, "bfloat16"), DTYPES
+    ):
+        rows = max(1, gigabytes * 10**9 // (columns * DTYPES[x].itemsize))
+        whole = dataclasses.replace(
+            huge_problem(norm, dy), rows=rows, columns=columns, x_dtype=DTYPES[x], w_dtype=DTYPES[w]
+        )
+        whole = dataclasses.replace(whole, x_row_stride=columns, dy_row_stride=columns, out_row_stride=columns)
+        device.allocated.clear()
+        of_sums = (1 << 30, 1 << 31) if norm == "layernorm" else (1 << 30, 0)
+        launch.Backward(whole, (0, 0, 0), (0,), (0, 0))(64, 64, 64, 64, 64, 0, 64, *of_sums)
+        whole = dataclasses.replace(
+            whole, direction="forward", dy_dtype=None, want_dx=False, want_dw=False, want_db=False
+        )
+        launch.Forward(whole, (0, 0), (0, 0))(64, 64, 64, 0, 64, *((64, 64) if norm == "layernorm" else (64,)))
+        assert all(size <= 64 << 20 for _, size in device.allocated), (columns, rows, dy, w)
+
+
+def pairs(device: FakeDevice) -> Any:
+    return zip(device.launched[::2], device.launched[1::2], strict=True)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("wants_sums", [True, False])
+def test_a_huge_backward_call_goes_in_several_launches(
+    device: FakeDevice, norm: problem.Norm, wants_sums: bool
+) -> None:
+    """Dx of some rows each; then dw and db, which need no sums of rows."""
+    from cupynorm.cuda import launch
+
+    x, w, dy, mean, rstd, dx, dw, db = range(1 << 40, 9 << 40, 1 << 40)
+    whole = huge_problem(norm, "float16")
+    if not wants_sums:
+        whole = dataclasses.replace(whole, want_dw=False, want_db=False)
+    plan = launch.Backward(whole, (0, 0, 0), (0,), (0, 0))
+    outputs = (dx, dw if whole.want_dw else 0, db if whole.want_db else 0)
+    plan(x, w, dy, mean if norm == "layernorm" else 0, rstd, 0, *outputs)
+    assert all(size <= config.WORKSPACE_BYTES for _, size in device.allocated)
+    if wants_sums:
+        of_sums = device.launched.pop().named()
+        assert (of_sums.x, of_sums.dy, of_sums.dx, of_sums.rows) == (x, dy, 0, HUGE_ROWS)
+        assert (of_sums.dw, of_sums.db, of_sums.sums) == (*outputs[1:], 0)
+    done = 0
+    for sums, apply in pairs(device):
+        assert (sums.kernel, apply.kernel) == ("backward_split_sums", "backward_split_apply")
+        assert sums.arguments == apply.arguments
+        got = apply.named()
+        assert (got.x, got.dy) == (x + 2 * HUGE_STRIDE * done, dy + 2 * HUGE_COLUMNS * done)
+        assert (got.dx, got.dw, got.db) == (dx + 2 * HUGE_COLUMNS * done, 0, 0)
+        assert (got.mean, got.rstd) == (mean + 4 * done if norm == "layernorm" else 0, rstd + 4 * done)
+        assert got.w == w
+        done += got.rows
+    assert done == HUGE_ROWS
+    assert len(device.launched) == 2 * 4
 
 
 def test_a_workspace_for_what_lies_beside_alone(device: FakeDevice) -> None:

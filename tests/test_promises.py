@@ -463,3 +463,26 @@ def test_the_host_path_needs_little_memory(norm: str, rows: int, columns: int, d
     finally:
         tracemalloc.stop()
     assert max(backward_peak, forward_peak) <= 64 << 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_call_in_several_launches_has_the_same_rows(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where its workspace would be too large, which is put so low here that a few rows go at a time."""
+    cupy = pytest.importorskip("cupy")
+    from cupynorm import dispatch
+    from cupynorm.cuda import config
+
+    rows, columns = 37, 262146
+    tensors = make_tensors(cupy, norm, (rows, columns), "bfloat16", dy_dtype="float16", seed=3)
+    whole = forward(norm, tensors), backward(norm, tensors)
+    zeros = config.KEPT_COUNTER_BYTES + config.KEPT_EXCHANGE_BYTES
+    monkeypatch.setattr(config, "WORKSPACE_BYTES", zeros + 8 * 8 * -(-columns // 4096))
+    dispatch.plan_of.cache_clear()
+    try:
+        parts = forward(norm, tensors), backward(norm, tensors)
+    finally:
+        dispatch.plan_of.cache_clear()
+    assert_same_bits((*parts[0], parts[1][0]), (*whole[0], whole[1][0]))
+    for got, expected in zip(parts[1][1:], whole[1][1:], strict=True):  # dw and db, perhaps by other walkers
+        assert float(abs(got - expected).max()) <= 1e-6 * float(abs(expected).max())

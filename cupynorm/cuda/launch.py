@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import threading
@@ -26,6 +27,7 @@ _DEVICE_ATTRIBUTES = (75, 76, 16, 97, 36, 37)
 
 _WIDENING_THREADS = 256
 _KEPT_ZEROS = choose.KEPT_COUNTER_BYTES + choose.KEPT_EXCHANGE_BYTES
+_PIECE_COLUMNS = 512  # a multiple of these leaves addresses as aligned as they were
 _PART_BYTES = 512  # what each part of a workspace is rounded up to, as CuPy's allocations are
 _alloc, _malloc_async = cupy.cuda.alloc, cupy.cuda.malloc_async
 _current_stream = cupy.cuda.get_current_stream
@@ -42,21 +44,27 @@ class Backward:
         self, problem: NormProblem, offsets: Sequence[int], w_offsets: Sequence[int], sums_offsets: Sequence[int]
     ) -> None:
         self.problem = problem
+        self._pieces: list[tuple[Backward, int, int]] = []  # what does it all instead, each from a row and a column on
         self._has_work = problem.rows > 0 and (problem.want_dx or problem.want_dw or problem.want_db)
         if not self._has_work:
             return
-        self._widen_w, w_dtype = _widening(problem)
-        self._widened_bytes = problem.columns * problem.compute_dtype.itemsize if self._widen_w else 0
         device_id = cupy.cuda.runtime.getDevice()
         alignment, odd = _alignment(problem, offsets, w_offsets), _odd_access(problem, offsets)
         configure = functools.partial(choose.backward_config, problem, alignment, odd=odd, start=_start(offsets))
         sums_aligned = not _off_16(sums_offsets)
         config, main, device = _fitting(configure, _backward_main, device_of(device_id))
+        self._widen_w, w_dtype = _widening(problem, config.route)
+        self._widened_bytes = problem.columns * problem.compute_dtype.itemsize if self._widen_w else 0
         few = choose.few_rows_blocks(config, problem, sums_aligned, device)
         if few:
             self._take_few_rows(few, _few_rows_launch(config, few), w_dtype)
         else:
             self._walk(config, main, device, w_dtype, sums_aligned)
+            if self._workspace.is_too_large:
+                self._pieces = [
+                    (Backward(piece, offsets, w_offsets, sums_offsets), row, column)
+                    for piece, row, column in _backward_pieces(problem)
+                ]
 
     def _take_few_rows(self, few: choose.FewRows, main: Launch, w_dtype: Any) -> None:
         problem = self.problem
@@ -103,7 +111,7 @@ class Backward:
         reduces = sums and (walkers > 1 or (apart and config.route == "staged"))
         itemsize = problem.compute_dtype.itemsize
         partials_bytes = walkers * choose.partial_row_stride(problem.columns) * itemsize if reduces or apart else 0
-        sums_bytes = problem.rows * config.slabs * 2 * itemsize if split and problem.want_dx else 0
+        sums_bytes = choose.slab_sums_bytes(config, problem) if split and problem.want_dx else 0
         parts_bytes = choose.column_parts_bytes(config, problem, column_blocks, column_threads, row_parts)
         # A single walker's sums need no meeting, where the counters would lie.
         paces = reduces or not wants_sums
@@ -179,6 +187,9 @@ class Backward:
                     size = self.problem.columns * self.problem.parameter_dtype.itemsize
                     cupy.cuda.runtime.memsetAsync(address, 0, size, stream.ptr)
             return
+        if self._pieces:
+            self._call_pieces(x, w, dy, mean, rstd, dx, dw, db)
+            return
         arguments, of_w, kept = self._thread.own
         memory = self._workspace.take(stream, kept)  # held until the launches are out
         if memory is not None and memory.ptr != arguments.workspace:
@@ -192,6 +203,39 @@ class Backward:
         for launch in self._launches:
             launch(stream.ptr, arguments.address, 0)
 
+    def _call_pieces(self, x: int, w: int, dy: int, mean: int, rstd: int, dx: int, dw: int, db: int) -> None:
+        problem = self.problem
+        assert problem.dy_dtype is not None
+        of_x, of_dy, of_dw = (d.itemsize for d in (problem.x_dtype, problem.dy_dtype, problem.parameter_dtype))
+        for piece, row, column in self._pieces:
+            statistics_at, sums_at = row * problem.compute_dtype.itemsize, column * of_dw
+            piece(
+                x + (row * problem.x_row_stride + column) * of_x,
+                w,
+                dy + (row * problem.dy_row_stride + column) * of_dy,
+                mean and mean + statistics_at,
+                rstd + statistics_at,
+                0,
+                dx + row * problem.out_row_stride * of_x if piece.problem.want_dx else 0,
+                dw + sums_at if piece.problem.want_dw else 0,
+                db + sums_at if piece.problem.want_db else 0,
+            )
+
+
+def _backward_pieces(problem: NormProblem) -> list[tuple[NormProblem, int, int]]:
+    """What needs less workspace each and together does the same, and the row and the column that each begins with.
+
+    First dx alone and, in which a row's sums have no part, dw and db; of dx then rows, of dw and db columns.
+    """
+    dw_or_db = problem.want_dw or problem.want_db
+    if problem.want_dx and dw_or_db:
+        dx_alone = dataclasses.replace(problem, want_dw=False, want_db=False)
+        return [(dx_alone, 0, 0), (dataclasses.replace(problem, want_dx=False), 0, 0)]
+    if problem.want_dx:
+        return [(half, row, 0) for half, row in _halves(problem)]
+    half = problem.columns // 2 // _PIECE_COLUMNS * _PIECE_COLUMNS
+    return [(dataclasses.replace(problem, columns=n), 0, at) for n, at in ((half, 0), (problem.columns - half, half))]
+
 
 class Forward:
     """A forward problem on the current device, ready to run on any addresses.
@@ -201,29 +245,30 @@ class Forward:
 
     def __init__(self, problem: NormProblem, offsets: Sequence[int], w_offsets: Sequence[int]) -> None:
         self.problem = problem
+        self._pieces: list[tuple[Forward, int]] = []  # what does it all instead, each from a row on
         if not problem.rows:
             return
         device_id = cupy.cuda.runtime.getDevice()
         alignment, odd = _alignment(problem, offsets, w_offsets), _odd_access(problem, offsets)
         configure = functools.partial(choose.forward_config, problem, alignment, odd=odd, start=_start(offsets))
         config, main, device = _fitting(configure, _forward_main, device_of(device_id))
-        steps, walk_rows, drawn_steps, lead, step_counters = 1, problem.rows, 0, 0, 1
+        steps, walk_rows, drawn_steps, lead, step_counters, sums_bytes = 1, problem.rows, 0, 0, 1, 0
         if few := choose.forward_few_rows(config, problem, device):
             self._launches = [Launch(_kernel("forward_few_rows", few.definitions), few.threads).over(few.blocks)]
         elif config.slabs > 1:
-            grid = config.slabs, choose.sums_walkers(config, problem, device)
+            grid = config.slabs, choose.forward_split_walkers(config, problem, device)
             sums = Launch(kernel(config.file, "forward_split_sums", config.definitions), config.threads)
             self._launches = [sums.over(*grid), main.over(*grid)]
+            sums_bytes = choose.slab_sums_bytes(config, problem)
         else:
             at_once = _walkers_at_once(main, device, config.cluster)
             walkers = choose.forward_walkers(config, problem.rows, at_once, device)
             steps, walk_rows, drawn_steps = choose.forward_steps(config, problem.rows, walkers)
             lead, step_counters = choose.pace(config, problem.rows, walkers)
             self._launches = [main.over(walkers * config.cluster)]
-        if config.slabs > 1:
-            self._workspace = _Workspace(None, problem.rows * config.slabs * 2 * problem.compute_dtype.itemsize)
-        else:
-            self._workspace = _Workspace(choose.STEP_COUNTERS_BYTES if drawn_steps or lead else 0)
+        self._workspace = _Workspace(choose.STEP_COUNTERS_BYTES if drawn_steps or lead else 0, sums_bytes)
+        if self._workspace.is_too_large:
+            self._pieces = [(Forward(half, offsets, w_offsets), row) for half, row in _halves(problem)]
 
         def make_arguments() -> tuple[Arguments, _Kept]:
             arguments = Arguments(
@@ -255,6 +300,9 @@ class Forward:
         if not self.problem.rows:
             return
         mean, rstd = statistics if len(statistics) == 2 else (0, *statistics)
+        if self._pieces:
+            self._call_pieces(x, w, b, y, mean, rstd)
+            return
         stream = _current_stream()
         arguments, kept = self._thread.own
         memory = self._workspace.take(stream, kept)
@@ -263,6 +311,22 @@ class Forward:
         arguments.fill(x, w, b, y, mean, rstd)
         for launch in self._launches:
             launch(stream.ptr, arguments.address, 0)
+
+    def _call_pieces(self, x: int, w: int, b: int, y: int, mean: int, rstd: int) -> None:
+        problem, itemsize = self.problem, self.problem.x_dtype.itemsize
+        for piece, row in self._pieces:
+            statistics_at = row * problem.compute_dtype.itemsize
+            x_row, y_row = x + row * problem.x_row_stride * itemsize, y + row * problem.out_row_stride * itemsize
+            piece(x_row, w, b, 0, y_row, mean and mean + statistics_at, rstd + statistics_at)
+
+
+def _halves(problem: NormProblem) -> list[tuple[NormProblem, int]]:
+    """Of its rows, and the row that each begins with."""
+    half = problem.rows // 2
+    return [
+        (dataclasses.replace(problem, rows=half), 0),
+        (dataclasses.replace(problem, rows=problem.rows - half), half),
+    ]
 
 
 # The memory that is kept for each stream, by its pointer: which stream that was, bytes, memory.
@@ -284,16 +348,14 @@ class _Workspace:
 
     A last part, of `beside` bytes, is no argument of the main kernel; it lies `self.beside` bytes from the start.
 
-    The counters are those of counters.cuh or a Meeting (reduction.cuh), which begins with them; with None the kernels'
-    struct has no place for their address. What gangs exchange (gang.cuh) takes the place of the last of the sizes. Both
-    are zero at first.
+    The counters are those of counters.cuh or a Meeting (reduction.cuh), which begins with them. What gangs exchange
+    (gang.cuh) takes the place of the last of the sizes. Both are zero at first.
 
     A stream's launches follow one another, so its calls use the same memory, which is kept from call to call. A graph,
     which may be launched on any stream, has its own, and so has a call that needs more than KEPT_BYTES.
     """
 
-    def __init__(self, counter_bytes: int | None, *sizes: int, exchange: int = 0, beside: int = 0) -> None:
-        has_counters, counter_bytes = counter_bytes is not None, counter_bytes or 0
+    def __init__(self, counter_bytes: int, *sizes: int, exchange: int = 0, beside: int = 0) -> None:
         counters, exchanged, *parts = (
             -(-size // _PART_BYTES) * _PART_BYTES for size in (counter_bytes, exchange, *sizes, beside)
         )
@@ -302,8 +364,7 @@ class _Workspace:
         # In kept memory nothing else ever lies where these do: it would look like what blocks write there.
         first = _KEPT_ZEROS if self._keeps else counters + exchanged
         *starts, self.beside, end = accumulate(parts, initial=first)
-        places = [*zip((*starts, 0), (*sizes, counter_bytes), strict=True)]
-        places = places if has_counters else places[:-1]
+        places = zip((*starts, 0), (*sizes, counter_bytes), strict=True)
         self._starts = [start if size else None for start, size in places]
         self._zeros = counter_bytes
         if exchange:
@@ -311,6 +372,10 @@ class _Workspace:
             self._starts[-2], self._zeros = start, start + exchange
         self._has_parts = bool(counter_bytes or exchange or any(sizes))
         self._bytes = end if self._has_parts or beside else 0
+
+    @property
+    def is_too_large(self) -> bool:
+        return self._bytes > choose.WORKSPACE_BYTES
 
     def take(self, stream: Any, kept: _Kept) -> Any:
         """The memory, to be held while it is launched on, or None where none is needed."""
@@ -424,10 +489,10 @@ def _kernel(name: str, definitions: tuple[str, ...]) -> Any:
     return kernel(f"{name}.cu", name, definitions)
 
 
-def _widening(problem: NormProblem) -> tuple[Any, Any]:
-    """The launch that converts w first, or None, and the type that w then has."""
+def _widening(problem: NormProblem, route: str) -> tuple[Any, Any]:
+    """The launch that converts w first, or None, and the type that w then has. The split route's kernels read any."""
     usual = (problem.x_dtype, problem.compute_dtype)
-    if not problem.want_dx or problem.w_dtype is None or problem.w_dtype in usual:
+    if not problem.want_dx or route == "split" or problem.w_dtype is None or problem.w_dtype in usual:
         return None, problem.w_dtype
     widen_w = kernel("widen_w.cu", "widen_w", choose.widening_definitions(problem.x_dtype.name))
     launch = Launch(widen_w, _WIDENING_THREADS).over(-(-problem.columns // _WIDENING_THREADS))

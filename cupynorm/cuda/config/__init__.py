@@ -39,8 +39,10 @@ from .walkers import (
     KEPT_COUNTER_BYTES,
     KEPT_EXCHANGE_BYTES,
     STEP_COUNTERS_BYTES,
+    WORKSPACE_BYTES,
     clusters_at_once,
     exchange_bytes,
+    forward_split_walkers,
     forward_steps,
     forward_walkers,
     grid,
@@ -50,6 +52,7 @@ from .walkers import (
     partial_row_stride,
     reads_once,
     reduction_row_threads,
+    slab_sums_bytes,
     sums_walkers,
 )
 
@@ -67,6 +70,7 @@ __all__ = [
     "ODD_IN_WORDS",
     "STEP_COUNTERS_BYTES",
     "WIDENING_ARGUMENTS",
+    "WORKSPACE_BYTES",
     "Access",
     "BackwardConfig",
     "Device",
@@ -83,6 +87,7 @@ __all__ = [
     "forward_config",
     "forward_few_rows",
     "forward_few_rows_definitions",
+    "forward_split_walkers",
     "forward_steps",
     "forward_walkers",
     "grid",
@@ -92,6 +97,7 @@ __all__ = [
     "partial_row_stride",
     "reads_once",
     "reduction_row_threads",
+    "slab_sums_bytes",
     "sums_walkers",
     "widening_definitions",
 ]

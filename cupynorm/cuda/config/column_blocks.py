@@ -314,10 +314,13 @@ def _is_usual(config: BackwardConfig, problem: NormProblem, most_slabs: int = 4)
     return _has_16_bits(config, problem) and config.slabs <= most_slabs and not config.gang
 
 
+def _has_float32_vectors(config: BackwardConfig, problem: NormProblem) -> bool:
+    return problem.x_dtype.name == "float32" == name_of(problem.dy_dtype) and "VECTOR=1" in config.definitions
+
+
 def _is_float32(config: BackwardConfig, problem: NormProblem) -> bool:
     """All float32, on 16 bytes, with dx, in clusters of up to eight or none: timed, too."""
-    four_bytes = problem.x_dtype.name == "float32" == name_of(problem.dy_dtype)
-    timed = four_bytes and "VECTOR=1" in config.definitions and config.slabs <= 8 and not config.gang
+    timed = _has_float32_vectors(config, problem) and config.slabs <= 8 and not config.gang
     return timed and problem.want_dx and (problem.norm == "rmsnorm" or kernels_sum_db(problem))
 
 
@@ -376,8 +379,7 @@ def _most_bytes(config: BackwardConfig, problem: NormProblem, device: Device) ->
 
 
 def _is_fast_large(config: BackwardConfig, problem: NormProblem, device: Device) -> bool:
-    float32 = problem.x_dtype.name == "float32" == name_of(problem.dy_dtype) and "VECTOR=1" in config.definitions
-    timed = float32 or _has_16_bits(config, problem)
+    timed = _has_float32_vectors(config, problem) or _has_16_bits(config, problem)
     return device.has_fast_memory and timed and config.slabs >= FAST_LARGE_BLOCKS
 
 
@@ -499,7 +501,8 @@ def _aimed_column_blocks(config: BackwardConfig, problem: NormProblem, together:
 
 
 def _column_blocks(config: BackwardConfig, problem: NormProblem, most: int, aim: int = 0) -> _ColumnBlocks:
-    """At most so many, of slices of a power of two of sectors; of others, too, if there are to be about `aim`."""
+    """At most so many, of slices of a power of two of sectors or, where none will do, of another divisor of the block's
+    threads; of still others if there are to be about `aim`."""
     x, dy = problem.x_dtype.name, name_of(problem.dy_dtype)
     itemsize, vector = min(ITEMSIZE[x], ITEMSIZE[dy]), vector_of(config, problem)
     sector_threads = SECTOR_BYTES // (itemsize * vector)
@@ -575,7 +578,7 @@ def _more_rows_bytes(config: BackwardConfig, problem: NormProblem, device: Devic
         return 0
     if "VECTOR=1" in config.definitions:
         if _is_long_of_two_sizes(config, problem):
-            return max(_two_sizes_bytes(config, problem, device), FAST_TWO_SIZES_ROWS_BYTES)
+            return max(_long_of_two_sizes_bytes(config, problem), FAST_TWO_SIZES_ROWS_BYTES)
         return FAST_FLOAT64_BYTES[sums_db] if x == dy == "float64" else 0
     if x != dy:
         return FAST_TWO_TYPES_OFF_16_BYTES if config.slabs == 1 else 0
@@ -584,8 +587,11 @@ def _more_rows_bytes(config: BackwardConfig, problem: NormProblem, device: Devic
 
 def _two_sizes_bytes(config: BackwardConfig, problem: NormProblem, device: Device) -> int:
     """FAST_TWO_SIZES_BYTES."""
-    if not (_gains_by_more_rows(config, problem, device) and _is_long_of_two_sizes(config, problem)):
-        return 0
+    gains = _is_long_of_two_sizes(config, problem) and _gains_by_more_rows(config, problem, device)
+    return _long_of_two_sizes_bytes(config, problem) if gains else 0
+
+
+def _long_of_two_sizes_bytes(config: BackwardConfig, problem: NormProblem) -> int:
     full = config.groups > 1 or config.threads == STAGED_MAX_THREADS
     gains = problem.norm == "layernorm" or problem.x_dtype.itemsize > ITEMSIZE[name_of(problem.dy_dtype)]
     return FAST_TWO_SIZES_BYTES[problem.norm] if full and gains else 0

@@ -30,7 +30,6 @@ from .common import (
     asks_for_gaps,
     columns_per_thread,
     compute_itemsize,
-    compute_name,
     counts_to_try,
     divide_up,
     groups_in_block,
@@ -196,13 +195,10 @@ FORWARD_CLUSTER_COLUMNS = {"rmsnorm": (32, 40, 48, 56), "layernorm": (36, 40, 48
 FORWARD_MANY_COLUMNS_PER_THREAD = 64
 
 # Of rows that no cluster holds, or, longer than a block's, where there are none: threads of a block, which has a part
-# of a row, and columns of each, by whether they come in vectors and by the arithmetic's type. With more off 16 bytes
-# kernels would spill where three blocks are to have room on a multiprocessor (kBlocksAtOnce of forward_split.cu).
-# Before, one block read such a row two or three times (LayerNorm, float32, 262144, one row: 70.8 → 10.4 us, 667 MB of x
-# and y: 368 → 270).
+# of a row. Before, one block read such a row two or three times (LayerNorm, float32, 262144, one row: 70.8 → 10.4 us,
+# 667 MB of x and y: 368 → 270).
 FORWARD_SPLIT_THREADS = 256
-FORWARD_SPLIT_COLUMNS = {True: {"float32": 16, "float64": 8}, False: {"float32": 12, "float64": 8}}
-FORWARD_ARGUMENTS = "7P4qd9i2h"  # struct ForwardArguments in forward.cuh
+FORWARD_ARGUMENTS = "8P4qd9i2h"  # struct ForwardArguments in forward.cuh
 
 
 def forward_choice(norm: str, x: str, vector: bool, cluster: int, device: Device) -> Choice:
@@ -387,12 +383,11 @@ def forward_config(
     if threads <= forward_max_threads(vector > 1):
         definitions = (*definitions, *direct_forward_definitions(per_thread))
         return ForwardConfig("forward.cu", "forward_direct", definitions, threads, threads)
-    per_thread = forward_split_columns(x, vector > 1)
     slab = FORWARD_SPLIT_THREADS * per_thread
     return ForwardConfig(
         "forward_split.cu",
         "forward_split_apply",
-        (*definitions, *direct_forward_definitions(per_thread)),
+        (*definitions, *direct_forward_definitions(per_thread, access=SINGLE if access in ODD else access)),
         FORWARD_SPLIT_THREADS,
         FORWARD_SPLIT_THREADS,
         slab_columns=slab,
@@ -402,11 +397,6 @@ def forward_config(
 
 def direct_forward_definitions(per_thread: int, part: bool = False, access: Access = SINGLE) -> tuple[str, ...]:
     return f"COLUMNS_PER_THREAD={per_thread}", *part_definitions(part), *access.definitions
-
-
-def forward_split_columns(x: str, vector: bool) -> int:
-    """A thread."""
-    return FORWARD_SPLIT_COLUMNS[vector][compute_name(x)]
 
 
 def forward_max_threads(vector: bool) -> int:

@@ -53,7 +53,6 @@ from .forward import (
     forward_definitions,
     forward_keeps_pace,
     forward_part_of_warp_lanes,
-    forward_split_columns,
     may_draw_short_rows,
 )
 
@@ -101,8 +100,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
                 part = per_thread in parts
                 direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, part, access=access))
                 yield Variant("backward_direct.cu", ("backward_direct",), direct)
-        of_gangs = [SINGLE, *(a for a in accesses(x, dy, vector, device) if a not in ODD and has_long_rows(x, a))]
-        for access, off_lines in product(of_gangs, (False, True) if vector else (False,)):
+        long_accesses = _long_accesses(x, dy, vector, device)
+        for access, off_lines in product(long_accesses, (False, True) if vector else (False,)):
             if may_form_gangs(x, dy, device):
                 gang = (*definitions, *gang_definitions(access, off_lines))
                 summing.append(Variant("backward_staged.cu", ("backward_staged",), gang))
@@ -117,8 +116,9 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         definitions = forward_definitions(norm, x, vector)
         routes = (*definitions, *direct_forward_definitions(columns_per_thread(x)))
         yield Variant("forward.cu", ("forward_direct",), routes)
-        split = (*definitions, *direct_forward_definitions(forward_split_columns(x, vector)))
-        yield Variant("forward_split.cu", ("forward_split_sums", "forward_split_apply"), split)
+        for access in _long_accesses(x, None, vector, device):
+            split = (*definitions, *direct_forward_definitions(columns_per_thread(x), access=access))
+            yield Variant("forward_split.cu", ("forward_split_sums", "forward_split_apply"), split)
         choices = functools.partial(forward_choice, norm, x, vector)
         parts = forward_part_of_warp_lanes(x, vector, SINGLE, choices(1, device), device)
         for per_thread in parts:
@@ -157,6 +157,12 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         yield Variant("widen_w.cu", ("widen_w",), widening_definitions(x))
     for x, streaming in product(FLOAT_NAMES, (False, True)):
         yield Variant("triad.cu", ("triad",), triad_definitions(x, streaming))
+
+
+def _long_accesses(x: str, dy: str | None, vector: bool, device: Device) -> list[Access]:
+    """Of rows that several blocks share without being a cluster: all start at the same part of an access."""
+    even = (access for access in accesses(x, dy, vector, device) if access not in ODD)
+    return [SINGLE, *(access for access in even if has_long_rows(x, access))]
 
 
 def _may_be_direct(access: Access) -> bool:

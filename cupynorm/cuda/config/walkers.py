@@ -32,8 +32,11 @@ FAST_APART_MOST_STEPS, APART_MOST_STEPS = 12, {False: 16, True: 48}
 # 132 take 15 or 16, 128 take 16 (100 MB, N=4096: 36.2 → 35.6 us). Not off 16 bytes, nor beside column blocks, nor
 # forward where several blocks share a multiprocessor: there fewer lost.
 EVEN_BELOW_STEPS, EVEN_LEAST_WALKERS = 48, 3 / 4
-WORKSPACE_BYTES = 64 << 20
+WORKSPACE_BYTES = 64 << 20  # at most: partial rows take half, and what takes more goes in several launches
 KEPT_BYTES = 16 << 20  # of workspace, for each stream; a call that needs more allocates its own
+# Of the forward split route: blocks that a multiprocessor holds (kBlocksAtOnce of forward_split.cu), waves of these, at
+# least and at most, and rows that a block is to have.
+FORWARD_SPLIT_AT_ONCE, FORWARD_SPLIT_WAVES, FORWARD_SPLIT_ROWS = 3, (2, 11), 8
 KEPT_COUNTER_BYTES = 64 << 10  # of these, for meetings of up to 8000 blocks
 KEPT_EXCHANGE_BYTES = 32 << 10  # and for what gangs of up to 255 blocks in all exchange
 STEP_COUNTERS_BYTES = STEP_COUNTERS * 128
@@ -160,10 +163,23 @@ def clusters_at_once(reported: int, cluster: int, device: Device) -> int:
     return usual * max(1, round(reported / usual))
 
 
-def sums_walkers(config: BackwardConfig | ForwardConfig, problem: NormProblem, device: Device) -> int:
-    """Blocks that walk rows where the split routes have no partial rows to pay, forward and in the first sweep of the
-    backward pass: 8 for a multiprocessor."""
+def sums_walkers(config: BackwardConfig, problem: NormProblem, device: Device) -> int:
+    """Blocks that walk rows in the first sweep of the split route, which has no partial rows to pay: 8 for a
+    multiprocessor."""
     return max(1, min(problem.rows, divide_up(8 * device.multiprocessors, config.slabs)))
+
+
+def forward_split_walkers(config: ForwardConfig, problem: NormProblem, device: Device) -> int:
+    """The same of both sweeps of the forward pass: FORWARD_SPLIT_ROWS for each block, by whole waves of blocks."""
+    at_once = FORWARD_SPLIT_AT_ONCE * device.multiprocessors
+    least, most = FORWARD_SPLIT_WAVES
+    waves = min(max(least, round(problem.rows * config.slabs / (FORWARD_SPLIT_ROWS * at_once))), most)
+    return max(1, min(problem.rows, waves * at_once // config.slabs))
+
+
+def slab_sums_bytes(config: BackwardConfig | ForwardConfig, problem: NormProblem) -> int:
+    """Of the split routes, a pair of sums for each row and slab."""
+    return problem.rows * config.slabs * 2 * problem.compute_dtype.itemsize
 
 
 def partial_row_stride(columns: int) -> int:
