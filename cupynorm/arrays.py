@@ -76,7 +76,9 @@ class Host:
                 layouts.append((array.shape, array.strides, array.dtype, None, 0, not array.flags.writeable))
             else:
                 raise _stranger(labels[len(layouts)], type(array), "numpy.ndarray")
-        return tuple(layouts), list(arrays), arrays, None, False
+        # A subclass may have a way of its own to index and reshape, as numpy.matrix has.
+        plain = [None if array is None else np.asarray(array) for array in arrays]
+        return tuple(layouts), plain, arrays, None, False
 
     def empty_pair(self, shape: tuple[int, ...], dtype: np.dtype[Any], apart: int) -> tuple[Array, Array]:
         return np.empty(shape, dtype), np.empty(shape, dtype)
@@ -342,8 +344,8 @@ def _device(value: Any, label: str) -> int | None:
         kind, ordinal = value.__dlpack_device__()
     except AttributeError as error:  # JAX's tracers
         raise TypeError(
-            f"{label}: {_type_name(type(value))} lies nowhere in memory; an array that does is needed "
-            "(jax.jit and jax.grad, say, trace a function with arrays that have no elements)"
+            f"{label}: {_type_name(type(value))} lies nowhere in memory; an array that does is needed: "
+            "cupynorm is to be called outside of what jax.jit, jax.grad or jax.vmap trace"
         ) from error
     except Exception as error:  # a torch tensor on the meta device, say
         raise _no_export(value, label, error) from error

@@ -152,7 +152,10 @@ def backward_problem(
     rows, columns = _rows_and_columns(x)
     dy = _require(arrays, "dy")
     if dy.shape != x.shape:
-        raise ValueError(f"dy: has shape {dy.shape}; the shape of x, {x.shape}, is needed")
+        w_spec = arrays["w"]
+        swapped = w_spec is not None and w_spec.shape == x.shape and dy.shape == x.shape[-1:]
+        order = " (the order is x, w, dy)" if swapped else ""
+        raise ValueError(f"dy: has shape {dy.shape}; the shape of x, {x.shape}, is needed{order}")
     _float_dtype("dy", dy.dtype)
     _reject_later_options(weight_offset, accumulate, "dresidual_out", arrays["dresidual_out"])
     w = _parameter("w", arrays["w"], x)
@@ -173,7 +176,8 @@ def backward_problem(
             continue
         label = f"out[{position}] ({name})"
         if not wanted[name]:
-            raise ValueError(f"{label}: was given, but output_mask or has_bias says that {name} is not wanted")
+            reason = "has_bias" if name == "db" and not has_bias else f"output_mask[{position}]"
+            raise ValueError(f"{label}: was given, but {reason} is False; None is needed")
         if name == "dw" and w is None:
             raise ValueError(f"{label}: was given, but w is None, so there is no dw; None is needed")
         _output(label, spec, *needed[name])
@@ -255,7 +259,7 @@ def forward_problem(
 def gradient_names(has_bias: Any) -> tuple[str, ...]:
     """What a backward call returns."""
     if not isinstance(has_bias, (bool, np.bool_)):
-        raise TypeError(f"has_bias: got {has_bias!r}; True or False is needed")
+        raise TypeError(f"has_bias: got {_short(has_bias)}; True or False is needed")
     return ("dx", "dw", "db") if has_bias else ("dx", "dw")
 
 
@@ -275,10 +279,16 @@ def plain_mask(mask: Any, has_bias: Any) -> tuple[bool, ...]:
     """`output_mask`, checked, as a tuple of Python's own bools."""
     names = gradient_names(has_bias)
     if not isinstance(mask, (tuple, list)) or not all(isinstance(entry, (bool, np.bool_)) for entry in mask):
-        raise TypeError(f"output_mask: got {mask!r}; a tuple of bools for ({', '.join(names)}) is needed")
+        raise TypeError(f"output_mask: got {_short(mask)}; a tuple of bools for ({', '.join(names)}) is needed")
     if len(mask) != len(names):
         raise ValueError(f"output_mask: has {_entries(len(mask))}; one for each of ({', '.join(names)}) is needed")
     return tuple(map(bool, mask))
+
+
+def _short(value: Any) -> str:
+    """The value, or of what would fill a screen its type."""
+    text = repr(value) if isinstance(value, (int, float, str, tuple, list, type(None))) else ""
+    return text if 0 < len(text) <= 40 else type(value).__name__
 
 
 def _entries(count: int) -> str:
@@ -374,7 +384,10 @@ def _parameter(name: str, spec: ArraySpec | None, x: ArraySpec) -> ArraySpec | N
         return None
     _float_dtype(name, spec.dtype)
     if len(spec.shape) == 2 and len(x.shape) >= 2 and spec.shape == x.shape[-2:]:
-        raise NotImplementedError(f"{name}: shape {spec.shape}, one row a head, is not supported yet")
+        raise NotImplementedError(
+            f"{name}: has shape {spec.shape}; {x.shape[-1:]}, the last axis of x, is needed "
+            "(one row a head is not supported yet)"
+        )
     if spec.shape != x.shape[-1:]:
         raise ValueError(f"{name}: has shape {spec.shape}; {x.shape[-1:]}, the last axis of x, is needed")
     return spec
@@ -411,14 +424,17 @@ def _output_mask(mask: Sequence[bool] | None, has_bias: bool) -> tuple[bool, boo
 def _number(name: str, value: Any) -> float:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name}: got {type(value).__name__}; a number is needed")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"{name}: got an integer beyond float64; a number that it holds is needed") from error
 
 
 def _reject_later_options(weight_offset: Any, accumulate: Any, name: str, residual: ArraySpec | None) -> None:
     if _number("weight_offset", weight_offset) != 0.0:
         raise NotImplementedError(f"weight_offset: got {weight_offset}; only 0.0 is supported yet")
     if not isinstance(accumulate, (bool, np.bool_)):
-        raise TypeError(f"accumulate: got {accumulate!r}; True or False is needed")
+        raise TypeError(f"accumulate: got {_short(accumulate)}; True or False is needed")
     if accumulate:
         raise NotImplementedError("accumulate: got True; only False is supported yet")
     if residual is not None:

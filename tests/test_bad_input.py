@@ -208,6 +208,8 @@ def options() -> list[Bad]:
         )
         for flag in (1, 0, "yes", None)
     ]
+    rows.append(Bad("bias is an array", {"has_bias": array(PARAMETER)}, TypeError, (r"^has_bias: got ndarray; ",)))
+    rows.append(Bad("w, dy", {"w": array(MATRIX), "dy": array(PARAMETER)}, ValueError, (r"^dy: ", "order is x, w, dy")))
     offset, accumulate, residual = ("weight_offset", "accumulate", "dresidual_out")
     rows += [
         Bad("offset 1.0", {offset: value(1.0)}, NotImplementedError, (f"^{offset}: ", "1.0", "0.0")),

@@ -97,6 +97,7 @@ def options() -> list[Bad]:
             ([1e-5], TypeError, "list", "number"),
         )
     ]
+    rows.append(Bad("eps beyond float64", {"eps": value(10**400)}, ValueError, (r"^eps: ", "beyond float64")))
     return rows
 
 

@@ -3,13 +3,14 @@ on the wrong device."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from bad_input import COLUMNS, MATRIX, PARAMETER, ROWS, STATISTIC, assert_refused, forbid_work, valid_call
 from foreign import Broken, Foreign, Homeless
-from helpers import NORMS
+from helpers import NORMS, assert_same_bits, backward, forward, make_tensors
 
 import cupynorm
 
@@ -212,6 +213,22 @@ def test_host_and_cuda_arrays_do_not_mix(monkeypatch: Any, name: str) -> None:
             label = DB if name == "out" else f"^{name}: "
             message = (label, f"{other.__name__}.ndarray", f"{xp.__name__}.ndarray", "one framework")
             assert_refused(xp, "backward", "rmsnorm", call, TypeError, message)
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("x", ["float16", "float32", "float64"])
+def test_a_matrix_is_an_array_like_any_other(norm: str, x: str) -> None:
+    """Though it indexes and reshapes otherwise; what was given to be written into comes back."""
+    tensors = make_tensors(np, norm, (4, 40), x)
+    as_matrix = replace(tensors, x=np.asmatrix(tensors.x), dy=np.asmatrix(tensors.dy))
+    assert_same_bits(forward(norm, as_matrix), forward(norm, tensors))
+    expected = backward(norm, tensors)
+    assert_same_bits(backward(norm, as_matrix), expected)
+    out = np.asmatrix(np.zeros_like(tensors.x))
+    got = backward(norm, as_matrix, out=(out, *(None for _ in expected[1:])))
+    assert got[0] is out
+    assert_same_bits((np.asarray(out), *got[1:]), expected)
 
 
 def test_masked_arrays_are_refused() -> None:

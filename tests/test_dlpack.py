@@ -146,7 +146,7 @@ def test_what_jax_traces_is_refused() -> None:
         jax.jit(lambda x: cupynorm.rmsnorm_forward(x)[0]),
         jax.grad(lambda x: cupynorm.rmsnorm_forward(x)[0].sum()),
     ):
-        with pytest.raises(TypeError, match=r"^x: jax\S*Tracer lies nowhere in memory; .*jax\.jit and jax\.grad"):
+        with pytest.raises(TypeError, match=r"^x: jax\S*Tracer lies nowhere in memory; .*outside of what jax\.jit"):
             transformed(x)
 
 
