@@ -2,10 +2,9 @@
 //
 // The route for rows that no cluster holds, and for long rows where there are no clusters. A row is split by columns over the
 // slabs of blockIdx.x, 16 columns a thread (in float64 8); blockIdx.y walks rows. The first kernel writes a pair of
-// sums per row and slab; every block of the second puts a row's pairs together (as forward.cuh says) and does the rest of its slab.
-// x crosses memory twice, y once. Every warp of the second kernel reads all of a row's pairs, which are few up to some millions of
-// columns. Orders of sums: a slab over a thread's columns, over lanes and warps by butterflies, the slabs of
-// a row likewise.
+// sums per row and slab; in every block of the second one warp puts a row's pairs together (as forward.cuh says), and all do the
+// rest of its slab. x crosses memory twice, y once. Orders of sums: a slab over a thread's columns, over lanes and warps by
+// butterflies, the slabs of a row over a lane's in turn, then by a butterfly.
 #include "forward.cuh"
 #include "slab.cuh"
 
@@ -52,14 +51,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) forward_split_sums(con
     }
 }
 
-// Sums over a row's slabs, in every warp alike: term(sums, columns).
-template <class Term> __device__ Compute over_slabs(const ForwardArguments& a, const Sums<Compute>* slabs, Term term) {
+// Sums over a row's slabs, by all lanes of a warp: term(sums, slab).
+template <class Term> __device__ Compute over_slabs(const Sums<Compute>* slabs, Term term) {
     Sums<Compute> sum = {Compute(0), Compute(0)};
-    for (int slab = threadIdx.x % 32; slab < int(gridDim.x); slab += 32) {
-        sum.first += term(slabs[slab], Compute(minimum(a.slab_columns, a.columns - slab * a.slab_columns)));
-    }
+#pragma unroll 2
+    for (int slab = threadIdx.x % 32; slab < int(gridDim.x); slab += 32) sum.first += term(slabs[slab], slab);
     sum_over_lanes<false, 32>(sum);
     return sum.first;
+}
+
+struct RowStatistics {
+    Compute mean, rstd;  // the mean from the row's origin
+};
+
+__device__ inline RowStatistics statistics_of(const ForwardArguments& a, int64 row) {
+    const Sums<Compute>* const slabs = slab_sums(a, row);
+    const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
+    Compute mean = Compute(0);
+    if constexpr (kLayerNorm) {
+        mean = mean_of(over_slabs(slabs, [](const Sums<Compute>& own, int) { return own.second; }), reciprocal_columns);
+    }
+    const int last = gridDim.x - 1;
+    const Compute columns = Compute(a.slab_columns), of_last = Compute(a.columns - last * a.slab_columns);
+    const Compute reciprocal = Compute(1) / columns, reciprocal_of_last = Compute(1) / of_last;
+    const Compute squares = over_slabs(slabs, [&](const Sums<Compute>& own, int slab) {
+        if constexpr (!kLayerNorm) return own.first;
+        // The slab's mean less the row's, times its columns.
+        const Compute apart = fused(slab == last ? -of_last : -columns, mean, own.second);
+        return fused(apart * (slab == last ? reciprocal_of_last : reciprocal), apart, own.first);
+    });
+    return {mean, RootOfMean(a.eps).reciprocal(squares * reciprocal_columns)};
 }
 
 // More rows at once gain more than the next one on its way (an H200, RMSNorm, bfloat16, N=400000, 667 MB of x and y: 378 us with two, the
@@ -75,48 +96,55 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksAtOnce) forward_sp
     fill_columns(b, Compute(0));
     load_columns(as_loaded(w), column_address(a.w, a.w_code, slab.first_column), a.w_code, column_of);
     load_columns(as_loaded(b), column_address(a.b, a.b_code, slab.first_column), a.b_code, column_of);
-    const RootOfMean root(a.eps);
-    const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
-
-    for (int64 row = blockIdx.y; row < a.rows; row += gridDim.y) {
-        const X* const x_row = a.x + row * a.x_row_stride + slab.first_column;
+    // As many rows at a time as there are warps, each of which puts the sums of one together.
+    __shared__ RowStatistics of_rows[kThreads / 32];
+    const int warp = threadIdx.x / 32;
+    const auto row_of = [&](int64 first, int i) { return first + i * int64(gridDim.y); };
+    for (int64 first = blockIdx.y; first < a.rows; first = row_of(first, kThreads / 32)) {
         Vector vectors[kVectors];
+        const auto load = [&](int64 row) {
+            const X* const x_row = a.x + row * a.x_row_stride + slab.first_column;
 #pragma unroll
-        for (int k = 0; k < kVectors; ++k) {
-            if (own.holds(k)) vectors[k].load_streaming(x_row + own.at(k));
-        }
-        const Compute origin = origin_of(a.x + row * a.x_row_stride, true);
-        const Sums<Compute>* const slabs = slab_sums(a, row);
-        Compute mean = Compute(0);  // from the origin
-        if constexpr (kLayerNorm) {
-            const Compute sum = over_slabs(a, slabs, [](const Sums<Compute>& own, Compute) { return own.second; });
-            mean = mean_of(sum, reciprocal_columns);
-        }
-        const Compute squares = over_slabs(a, slabs, [&](const Sums<Compute>& own, Compute columns) {
-            if constexpr (!kLayerNorm) return own.first;
-            const Compute apart = fused(-columns, mean, own.second);  // the slab's mean less the row's, times its columns
-            return fused(apart / columns, apart, own.first);
-        });
-        const Compute rstd = root.reciprocal(squares * reciprocal_columns);
-        X* const y_row = a.y + row * a.y_row_stride + slab.first_column;
-#pragma unroll
-        for (int k = 0; k < kVectors; ++k) {
-            if (!own.holds(k)) continue;
-            Compute y[kVector];
-            vectors[k].unpack(y);
-            count_from(origin, y, true);
-#pragma unroll
-            for (int v = 0; v < kVector; ++v) {
-                const Compute centred = kLayerNorm ? y[v] - mean : y[v];
-                y[v] = centred * rstd * w[k][v] + b[k][v];
+            for (int k = 0; k < kVectors; ++k) {
+                if (own.holds(k)) vectors[k].load_streaming(x_row + own.at(k));
             }
-            Vector packed;
-            packed.pack(y);
-            packed.store_streaming(y_row + own.at(k));
+        };
+        load(first);
+        if (const int64 row = row_of(first, warp); row < a.rows) {
+            const RowStatistics statistics = statistics_of(a, row);
+            if (threadIdx.x % 32 == 0) {
+                of_rows[warp] = statistics;
+                if (blockIdx.x == 0) {
+                    a.rstd[row] = statistics.rstd;
+                    if constexpr (kLayerNorm) a.mean[row] = origin_of(a.x + row * a.x_row_stride, true) + statistics.mean;
+                }
+            }
         }
-        if (blockIdx.x == 0 && threadIdx.x == 0) {
-            a.rstd[row] = rstd;
-            if constexpr (kLayerNorm) a.mean[row] = origin + mean;
+        __syncthreads();
+#pragma unroll 1
+        for (int i = 0; i < kThreads / 32; ++i) {
+            const int64 row = row_of(first, i);
+            if (row >= a.rows) break;
+            if (i > 0) load(row);
+            const Compute origin = origin_of(a.x + row * a.x_row_stride, true);
+            const RowStatistics statistics = of_rows[i];
+            X* const y_row = a.y + row * a.y_row_stride + slab.first_column;
+#pragma unroll
+            for (int k = 0; k < kVectors; ++k) {
+                if (!own.holds(k)) continue;
+                Compute y[kVector];
+                vectors[k].unpack(y);
+                count_from(origin, y, true);
+#pragma unroll
+                for (int v = 0; v < kVector; ++v) {
+                    const Compute centred = kLayerNorm ? y[v] - statistics.mean : y[v];
+                    y[v] = centred * statistics.rstd * w[k][v] + b[k][v];
+                }
+                Vector packed;
+                packed.pack(y);
+                packed.store_streaming(y_row + own.at(k));
+            }
         }
+        __syncthreads();  // before the next rows' take the place of these
     }
 }
