@@ -2,20 +2,28 @@
 //
 // The route for rows that fit on no chip, and for long rows where there are no clusters. A row is split by columns over
 // `slabs` blocks of blockIdx.x, 16 columns a thread (8 in float64); blockIdx.y walks rows. The first kernel writes one
-// pair of sums per row and slab; in every block of the second one warp adds up a row's pairs, and all do the rest. x and dy
-// cross memory twice, dx once.
+// pair of sums per row and slab; the second adds a row's pairs and does the rest. x and dy cross memory twice, dx once.
 // Orders of sums: a row over a thread's columns, over lanes and warps by butterflies, over the slabs likewise.
 #include "backward.cuh"
 #include "slab.cuh"
 
 constexpr int kThreads = 256;
 
-// w of a thread's columns, of any type: converted beforehand it would take as much memory as a row.
+// ANY_W  1: w is of any type, for converted beforehand it would take more workspace than there may be. Kernels for it take 2 to 7%
+//           longer, whatever its type.
+#ifndef ANY_W
+#define ANY_W 0
+#endif
+
 __device__ inline Weights<> weights_of(const BackwardArguments& a, const Slab& slab, const Columns& own) {
+    const void* const first_column = column_address(a.w, a.w_code, slab.first_column);
     Weights<> w;
-    w.load(nullptr, kNone, own);  // ones, and zeros
-    load_columns(as_loaded(w.own), column_address(a.w, a.w_code, slab.first_column), a.w_code,
-                 [&](int i) { return loaded_column(own, i); });
+    if constexpr (ANY_W) {
+        w.load(nullptr, kNone, own);  // ones, and zeros
+        load_columns(as_loaded(w.own), first_column, a.w_code, [&](int i) { return loaded_column(own, i); });
+    } else {
+        w.load(first_column, a.w_code, own);
+    }
     return w;
 }
 
@@ -59,53 +67,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_split_apply(c
     const Weights<> w = weights_of(a, slab, own);
     const Compute reciprocal_columns = Compute(1) / Compute(a.columns);
 
-    // As many rows at a time as there are warps, each of which adds up the pairs of one.
-    constexpr int kWarps = kThreads / 32;
-    __shared__ Sums<Compute> of_rows[kWarps];
-    const int warp = threadIdx.x / 32;
-    const auto row_of = [&](int64 first, int i) { return first + i * int64(gridDim.y); };
-    for (int64 first = blockIdx.y; first < a.rows; first = row_of(first, kWarps)) {
+    for (int64 row = blockIdx.y; row < a.rows; row += gridDim.y) {
         XVector x[kVectors];
         DyVector dy[kVectors];
-        const auto load = [&](int64 row) {
 #pragma unroll
-            for (int k = 0; k < kVectors; ++k) {
-                if (own.holds(k)) {
-                    x[k].load_streaming(a.x + row * a.x_row_stride + slab.first_column + own.at(k));
-                    dy[k].load_streaming(a.dy + row * a.dy_row_stride + slab.first_column + own.at(k));
-                }
+        for (int k = 0; k < kVectors; ++k) {
+            if (own.holds(k)) {
+                x[k].load_streaming(a.x + row * a.x_row_stride + slab.first_column + own.at(k));
+                dy[k].load_streaming(a.dy + row * a.dy_row_stride + slab.first_column + own.at(k));
             }
-        };
-        load(first);
-        if (a.dx) {
-            if (const int64 row = row_of(first, warp); row < a.rows) {
-                const auto* const pairs = static_cast<const Sums<Compute>*>(a.sums) + row * gridDim.x;
-                const Sums<Compute> sums = sum_many_entries<kLayerNorm>(pairs, gridDim.x);
-                if (threadIdx.x % 32 == 0) of_rows[warp] = sums;
-            }
-            __syncthreads();
         }
-#pragma unroll 1
-        for (int i = 0; i < kWarps; ++i) {
-            const int64 row = row_of(first, i);
-            if (row >= a.rows) break;
-            if (i > 0) load(row);
-            RowStatistics statistics;
-            statistics.load(a, row);
-            Sums<Compute> sums = {Compute(0), Compute(0)};
-            if (a.dx) sums = of_rows[i];
-            const RowCoefficients coefficients(sums, reciprocal_columns, statistics);
-            X* const dx = a.dx + row * a.dx_row_stride + slab.first_column;
+        RowStatistics statistics;
+        statistics.load(a, row);
+        Sums<Compute> sums = {Compute(0), Compute(0)};
+        if (a.dx) sums = sum_many_entries<kLayerNorm>(static_cast<const Sums<Compute>*>(a.sums) + row * gridDim.x, gridDim.x);
+        const RowCoefficients coefficients(sums, reciprocal_columns, statistics);
+        X* const dx = a.dx + row * a.dx_row_stride + slab.first_column;
 #pragma unroll
-            for (int k = 0; k < kVectors; ++k) {
-                if (own.holds(k)) {
-                    first_half<false, true>(&sums, &column_sums, k, x[k], dy[k], w, statistics);
-                    if (a.dx) second_half(k, x[k], dy[k], w, statistics, coefficients).store_streaming(dx + own.at(k));
-                }
+        for (int k = 0; k < kVectors; ++k) {
+            if (own.holds(k)) {
+                first_half<false, true>(&sums, &column_sums, k, x[k], dy[k], w, statistics);
+                if (a.dx) second_half(k, x[k], dy[k], w, statistics, coefficients).store_streaming(dx + own.at(k));
             }
-            column_sums.row_done(kThreads);
         }
-        if (a.dx) __syncthreads();  // before the next rows' take the place of these
+        column_sums.row_done(kThreads);
     }
 
     column_sums.row_done(kThreads, true);

@@ -598,6 +598,22 @@ def test_rows_far_from_zero(
     check_forward(case, tensors, run(small_device, forward(case.norm, on_device(small_device, tensors, gap)), kernel))
 
 
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("columns", [9000, 8201])
+def test_w_of_any_type_for_rows_that_are_read_twice(
+    device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, norm: str, columns: int
+) -> None:
+    """As where it is too long to be converted first."""
+    for attribute, value in {75: 8, 16: 4, 97: 166912}.items():
+        monkeypatch.setitem(fake_device.ATTRIBUTES, attribute, value)
+    monkeypatch.setattr(config.backward, "MOST_WIDENED_BYTES", 0)
+    case = case_of(norm, 5, columns, "bfloat16", "float32", "float64")
+    tensors = make_case(np, case)
+    results = backward(norm, on_device(device, tensors), has_bias=case.has_bias)
+    assert all(config.ANY_W in launch.definitions for launch in device.launched)
+    check_backward(case, tensors, run(device, results, "backward_split"))
+
+
 @pytest.mark.parametrize("columns", [9000, 8201])
 def test_rows_far_from_zero_that_are_read_twice(
     device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, columns: int

@@ -458,6 +458,7 @@ def test_huge_rows_need_no_more_workspace(device: FakeDevice, w: str) -> None:
         got = launched.named()
         assert launched.kernel != "widen_w"
         assert got.w == w_address
+        assert (config.ANY_W in launched.definitions) == (bool(got.dx) and w != "bfloat16")
         if got.dw:
             assert (got.x, got.dy, got.dx) == (x + 2 * summed, dy + 2 * summed, 0)
             assert (got.dw, got.db) == (dw + DTYPES[w].itemsize * summed, db + DTYPES[w].itemsize * summed)

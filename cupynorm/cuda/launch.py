@@ -53,7 +53,7 @@ class Backward:
         configure = functools.partial(choose.backward_config, problem, alignment, odd=odd, start=_start(offsets))
         sums_aligned = not _off_16(sums_offsets)
         config, main, device = _fitting(configure, _backward_main, device_of(device_id))
-        self._widen_w, w_dtype = _widening(problem, config.route)
+        self._widen_w, w_dtype = _widening(problem, config.definitions)
         self._widened_bytes = problem.columns * problem.compute_dtype.itemsize if self._widen_w else 0
         few = choose.few_rows_blocks(config, problem, sums_aligned, device)
         if few:
@@ -489,10 +489,10 @@ def _kernel(name: str, definitions: tuple[str, ...]) -> Any:
     return kernel(f"{name}.cu", name, definitions)
 
 
-def _widening(problem: NormProblem, route: str) -> tuple[Any, Any]:
-    """The launch that converts w first, or None, and the type that w then has. The split route's kernels read any."""
-    usual = (problem.x_dtype, problem.compute_dtype)
-    if not problem.want_dx or route == "split" or problem.w_dtype is None or problem.w_dtype in usual:
+def _widening(problem: NormProblem, definitions: tuple[str, ...]) -> tuple[Any, Any]:
+    """The launch that converts w first, or None, and the type that w then has."""
+    usual = problem.w_dtype is None or problem.w_dtype in (problem.x_dtype, problem.compute_dtype)
+    if usual or not problem.want_dx or choose.ANY_W in definitions:
         return None, problem.w_dtype
     widen_w = kernel("widen_w.cu", "widen_w", choose.widening_definitions(problem.x_dtype.name))
     launch = Launch(widen_w, _WIDENING_THREADS).over(-(-problem.columns // _WIDENING_THREADS))

@@ -10,7 +10,7 @@ they are used, each with one time that it was chosen by, in us, of bfloat16, on 
 was measured is in asv_bench/CHOICES.md, under their names. variants.py lists every kernel that can be asked for.
 """
 
-from .backward import BACKWARD_ARGUMENTS, WIDENING_ARGUMENTS, backward_config, widening_definitions
+from .backward import ANY_W, BACKWARD_ARGUMENTS, WIDENING_ARGUMENTS, backward_config, widening_definitions
 from .column_blocks import column_parts_bytes
 from .common import (
     DX_ALONE,
@@ -57,6 +57,7 @@ from .walkers import (
 )
 
 __all__ = [
+    "ANY_W",
     "BACKWARD_ARGUMENTS",
     "DX_ALONE",
     "ELEMENT_CODES",

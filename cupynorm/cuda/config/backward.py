@@ -247,6 +247,8 @@ GANG_STAGES = 4
 # 338.0, 367.4 us; an H200, 262144: 265.4, 250.1).
 GANG_LEAD = {False: {2: 0, 4: 0}, True: {2: 5, 4: 6}}
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: in vectors, off 16 bytes
+ANY_W = "ANY_W=1"  # backward_split.cu
+MOST_WIDENED_BYTES = 16 << 20  # of w, where it is of neither x's type nor the arithmetic's
 SPLIT_THREADS = 256
 
 # Where more blocks than these share a multiprocessor, they count their steps in STEP_COUNTERS places, not in one (an
@@ -290,13 +292,23 @@ def backward_config(
     slab = SPLIT_THREADS * per_thread
     return BackwardConfig(
         route="split",
-        definitions=(*definitions, f"COLUMNS_PER_THREAD={per_thread}"),
+        definitions=(*definitions, *split_definitions(per_thread, _takes_any_w(problem))),
         threads=SPLIT_THREADS,
         group_threads=SPLIT_THREADS,
         slab_columns=slab,
         slabs=divide_up(problem.columns, slab),
         shared_bytes=outer_bytes * SPLIT_THREADS,
     )
+
+
+def split_definitions(per_thread: int, any_w: bool) -> tuple[str, ...]:
+    return f"COLUMNS_PER_THREAD={per_thread}", *((ANY_W,) if any_w else ())
+
+
+def _takes_any_w(problem: NormProblem) -> bool:
+    """Whether w, converted first, would take more than MOST_WIDENED_BYTES."""
+    converted = problem.w_dtype is not None and problem.w_dtype not in (problem.x_dtype, problem.compute_dtype)
+    return problem.want_dx and converted and problem.columns * problem.compute_dtype.itemsize > MOST_WIDENED_BYTES
 
 
 def _direct(

@@ -20,6 +20,7 @@ from .backward import (
     may_form_gangs,
     may_keep_pace,
     part_of_warp_lanes,
+    split_definitions,
     widening_definitions,
 )
 from .common import (
@@ -77,8 +78,9 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         for threads in DIRECT_MAX_THREADS[vector][: 1 if device.has_clusters else None]:
             direct = (*definitions, *direct_definitions(columns_per_thread(x), threads, vector))
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
-        split = (*definitions, f"COLUMNS_PER_THREAD={columns_per_thread(x)}")
-        yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), split)
+        for any_w in (False, True):
+            split = (*definitions, *split_definitions(columns_per_thread(x), any_w))
+            yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), split)
         kind = (norm, x, dy, want_db, vector)
 
         def choices(cluster: int, device: Device, kind: Kind = kind) -> Choice:
