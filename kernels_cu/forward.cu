@@ -26,9 +26,9 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
     // The next row is on its way while one is at work. Columns that the thread does not hold stay 0.
     const int64 step = int64(gridDim.x) * groups;
     Vector next[kVectors] = {};
-    Compute next_origin = Compute(0);
+    Origin next_origin = {};
     const auto load = [&](int64 row) {
-        next_origin = origin_of(a.x + row * a.x_row_stride, row < a.rows);
+        if (row < a.rows) next_origin.load(a.x + row * a.x_row_stride, a.columns);
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             const Held own_of = row < a.rows ? held.of(k, column_of(k) < a.columns) : Held(0);
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) forward_direct(cons
     for (int64 first_row = int64(blockIdx.x) * groups; first_row < a.rows; first_row += step) {
         const int64 row = first_row + group;
         const bool active = row < a.rows;
-        const Compute origin = next_origin;
+        const Compute origin = next_origin.value();
         Compute x[kVectors][kVector];
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {

@@ -78,22 +78,40 @@ struct ThreadSum {
 __device__ inline float32 mean_of(float32 sum, float32 reciprocal_columns) { return __fmul_rn(sum, reciprocal_columns); }
 __device__ inline float64 mean_of(float64 sum, float64 reciprocal_columns) { return __dmul_rn(sum, reciprocal_columns); }
 
-// What a row's columns are counted from, all the way to y: of wider types than 16 bits LayerNorm takes its first element from all of
-// them, so that far from zero sums are exact to the columns' deviation, not to their size, and a constant row has no variance.
-// Sums of 16-bit columns are as good as exact.
+// What a row's columns are counted from, all the way to y. Far from zero sums are exact to the columns' size, not to their deviation,
+// which costs rstd and y as many bits; so of wider types than 16 bits LayerNorm takes the first element from all of them, if the
+// middle one and the last are near it: then these are far from zero, or the row is constant, and has no variance. Of another row
+// its origin is 0, for one element far from the others would cost them bits. Sums of 16-bit columns are as good as exact.
 constexpr bool kHasOrigin = kLayerNorm && sizeof(X) > 2;
 
-__device__ inline Compute origin_of(const X* row, bool active) {
-    Compute origin[1] = {Compute(0)};
-    if constexpr (kHasOrigin) {
-        Packed<X, 1> first;
-        if (active) {
-            first.load(row);
-            first.unpack(origin);
+struct Origin {
+    Compute first, middle, last;
+
+    // Of a row of so many columns.
+    __device__ void load(const X* row, int columns) {
+        if constexpr (kHasOrigin) {
+            first = element(row);
+            middle = element(row + columns / 2);
+            last = element(row + columns - 1);
         }
     }
-    return origin[0];
-}
+    __device__ Compute value() const {
+        if constexpr (!kHasOrigin) return Compute(0);
+        const Compute near = absolute(first) * Compute(0.125);
+        return absolute(middle - first) <= near && absolute(last - first) <= near ? first : Compute(0);
+    }
+
+private:
+    __device__ static Compute element(const X* at) {
+        Packed<X, 1> packed;
+        Compute widened[1];
+        packed.load(at);
+        packed.unpack(widened);
+        return widened[0];
+    }
+    __device__ static Compute absolute(Compute value) { return value < Compute(0) ? -value : value; }
+};
+
 // A vector's columns, if the thread holds it.
 __device__ inline void count_from(Compute origin, Compute (&x)[kVector], bool holds) {
     if constexpr (kHasOrigin) {

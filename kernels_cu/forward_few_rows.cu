@@ -38,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(kThreadsAtOnce, 1) forward_few_rows
 
     Kept x[kVectors];
     const X* const x_row = a.x + row * a.x_row_stride;
-    const Compute origin = origin_of(x_row, active);
+    Origin asked = {};
+    if (active) asked.load(x_row, a.columns);
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) x[k].load(x_row + own.at(k), active && own.holds(k));
     Compute w[kVectors][kVector], b[kVectors][kVector];
@@ -50,6 +51,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsAtOnce, 1) forward_few_rows
 
     const BlockExchange exchange(of_warps, a.group_threads);
     const RowMoments<BlockExchange> moments(a, own, exchange);
+    const Compute origin = asked.value();
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) x[k].less(origin, own.holds(k));
     const Sums<Compute> posted = moments.of_warp(x, own, PairsHeld(own));

@@ -24,10 +24,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) forward_split_sums(con
 
     // The next row is on its way while one is at work. Columns that the thread does not hold stay 0.
     Vector next[kVectors] = {};
-    Compute next_origin = Compute(0);
+    Origin next_origin = {};
     const auto load = [&](int64 row) {
         const X* const x_row = a.x + row * a.x_row_stride + slab.first_column;
-        next_origin = origin_of(a.x + row * a.x_row_stride, row < a.rows);
+        if (row < a.rows) next_origin.load(a.x + row * a.x_row_stride, a.columns);
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             if (row < a.rows && own.holds(k)) next[k].load(x_row + own.at(k));
@@ -37,10 +37,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) forward_split_sums(con
     int buffer = 0;
     for (int64 row = blockIdx.y; row < a.rows; row += gridDim.y) {
         Vector vectors[kVectors];
+        const Compute origin = next_origin.value();
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             vectors[k] = next[k];
-            count_from(next_origin, vectors[k], own.holds(k));
+            count_from(origin, vectors[k], own.holds(k));
         }
         load(row + gridDim.y);
         const Sums<Compute> sums = moments_of(part, own, reciprocal_columns,
@@ -54,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) forward_split_sums(con
 // Sums over a row's slabs, by all lanes of a warp: term(sums, slab).
 template <class Term> __device__ Compute over_slabs(const Sums<Compute>* slabs, Term term) {
     Sums<Compute> sum = {Compute(0), Compute(0)};
-#pragma unroll 2
+#pragma unroll 1
     for (int slab = threadIdx.x % 32; slab < int(gridDim.x); slab += 32) sum.first += term(slabs[slab], slab);
     sum_over_lanes<false, 32>(sum);
     return sum.first;
@@ -62,6 +63,7 @@ template <class Term> __device__ Compute over_slabs(const Sums<Compute>* slabs, 
 
 struct RowStatistics {
     Compute mean, rstd;  // the mean from the row's origin
+    Compute origin;
 };
 
 __device__ inline RowStatistics statistics_of(const ForwardArguments& a, int64 row) {
@@ -80,12 +82,17 @@ __device__ inline RowStatistics statistics_of(const ForwardArguments& a, int64 r
         const Compute apart = fused(slab == last ? -of_last : -columns, mean, own.second);
         return fused(apart * (slab == last ? reciprocal_of_last : reciprocal), apart, own.first);
     });
-    return {mean, RootOfMean(a.eps).reciprocal(squares * reciprocal_columns)};
+    Origin origin = {};
+    origin.load(a.x + row * a.x_row_stride, a.columns);
+    return {mean, RootOfMean(a.eps).reciprocal(squares * reciprocal_columns), origin.value()};
 }
 
 // More rows at once gain more than the next one on its way (an H200, RMSNorm, bfloat16, N=400000, 667 MB of x and y: 378 us with two, the
 // next on its way, 327 with three blocks on a multiprocessor).
-constexpr int kBlocksAtOnce = sizeof(Compute) == 8 ? 2 : 3;
+constexpr bool kLacksRegisters = sizeof(Compute) == 8 || (kLayerNorm && kVector == 1 && __CUDA_ARCH__ >= 1000);
+constexpr int kBlocksAtOnce = kLacksRegisters ? 2 : 3;
+// Whether the first of some rows is on its way while their sums are put together: not where it would spill.
+constexpr bool kLoadsFirst = sizeof(X) == 2;
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksAtOnce) forward_split_apply(const ForwardArguments a) {
     const Slab slab(a);
@@ -109,14 +116,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksAtOnce) forward_sp
                 if (own.holds(k)) vectors[k].load_streaming(x_row + own.at(k));
             }
         };
-        load(first);
+        if constexpr (kLoadsFirst) load(first);
         if (const int64 row = row_of(first, warp); row < a.rows) {
             const RowStatistics statistics = statistics_of(a, row);
             if (threadIdx.x % 32 == 0) {
                 of_rows[warp] = statistics;
                 if (blockIdx.x == 0) {
                     a.rstd[row] = statistics.rstd;
-                    if constexpr (kLayerNorm) a.mean[row] = origin_of(a.x + row * a.x_row_stride, true) + statistics.mean;
+                    if constexpr (kLayerNorm) a.mean[row] = statistics.origin + statistics.mean;
                 }
             }
         }
@@ -125,8 +132,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksAtOnce) forward_sp
         for (int i = 0; i < kThreads / 32; ++i) {
             const int64 row = row_of(first, i);
             if (row >= a.rows) break;
-            if (i > 0) load(row);
-            const Compute origin = origin_of(a.x + row * a.x_row_stride, true);
+            if (!kLoadsFirst || i > 0) load(row);
             const RowStatistics statistics = of_rows[i];
             X* const y_row = a.y + row * a.y_row_stride + slab.first_column;
 #pragma unroll
@@ -134,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksAtOnce) forward_sp
                 if (!own.holds(k)) continue;
                 Compute y[kVector];
                 vectors[k].unpack(y);
-                count_from(origin, y, true);
+                count_from(statistics.origin, y, true);
 #pragma unroll
                 for (int v = 0; v < kVector; ++v) {
                     const Compute centred = kLayerNorm ? y[v] - statistics.mean : y[v];

@@ -172,8 +172,8 @@ private:
     }
 };
 
-// Whether a row's first element, and so its origin, is where the row is. Else it is another team's, which may not be there yet, or
-// another block's: each step asks memory for the next one's.
+// Whether all that a row's origin is found from is where the row is. Else some of it is another team's, which may not be there yet,
+// or another block's: each step asks memory for the next one's.
 constexpr bool kOriginInRing = !kHasOrigin || (kMaxTeams == 1 && !kClustered);
 
 // With two, LayerNorm at 100 MB took up to 3% more, RMSNorm up to 2%.
@@ -227,11 +227,12 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     RingPlace place;
     Kept kept[kVectors], kept_before[kVectors];
     Sums<Compute> posted, posted_before;
-    Compute origin = Compute(0), origin_before, next_origin = Compute(0);
+    Origin asked = {};
+    Compute origin = Compute(0), origin_before;
     const auto ask_for_origin = [&](int j) {
         if (kOriginInRing || !walk.has(j)) return;
         const int64 row = walk.row(j) + share.group;
-        next_origin = origin_of(a.x + row * a.x_row_stride, row < a.rows);
+        if (row < a.rows) asked.load(a.x + row * a.x_row_stride, a.columns);
     };
     ask_for_origin(0);
     int64 row = walk.first + share.group;  // of the step before
@@ -249,11 +250,14 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         more = walk.has(j);
         const Columns at = own.found_anew();
         if (more) {
-            origin = next_origin;
+            if constexpr (!kOriginInRing) origin = asked.value();
             ask_for_origin(j + 1);
             ring.wait(place);
             const X* const x_row = x_part.in(ring.place(place.stage), share, walk.row(j));
-            if constexpr (kOriginInRing) origin = origin_of(x_row, true);
+            if constexpr (kOriginInRing) {
+                asked.load(x_row, a.columns);
+                origin = asked.value();
+            }
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
                 kept[k].load(x_row + at.at(k), held.of(k, at.holds(k)));

@@ -659,19 +659,46 @@ def test_wide_types_lose_nothing_far_from_zero(
     gap: int,
     kernel: str,
 ) -> None:
-    """At a mean of 10⁴ deviations, or where the row's first element, from which the others are counted, lies so far off
-    alone, rstd has a few roundings, and y none of the mean's."""
+    """At a mean of 10⁴ deviations, also of a row with one element that lies as far from the others, rstd has a few
+    roundings, and y none of the mean's."""
     epsilon = np.finfo(x).eps
     array = (np.random.default_rng(1).standard_normal((rows, columns)) + 1e4).astype(x)
-    array[0, 0] += 1e4
+    array[0, 1] += 1e4
     y, mean, rstd = wide_forward(device, monkeypatch, array, gap, kernel)
-    wide = array.astype(np.longdouble)
-    exact_mean, variance = wide.mean(1), wide.var(1)
-    exact_rstd = 1 / np.sqrt(variance + np.longdouble(DEFAULT_EPS["layernorm"]))
+    exact, exact_mean, exact_rstd = exact_forward(array)
     np.testing.assert_allclose(mean, exact_mean, rtol=2 * epsilon)
     np.testing.assert_allclose(rstd, exact_rstd, rtol=4 * epsilon)
-    exact = (wide - exact_mean[:, None]) * exact_rstd[:, None]
-    np.testing.assert_allclose(y[1:], exact[1:].astype(np.float64), rtol=4 * epsilon, atol=8 * epsilon)
+    np.testing.assert_allclose(y, exact, rtol=4 * epsilon, atol=8 * epsilon)
+
+
+def exact_forward(array: Any) -> tuple[Any, Any, Any]:
+    wide = array.astype(np.longdouble)
+    mean = wide.mean(1)
+    rstd = 1 / np.sqrt(wide.var(1) + np.longdouble(DEFAULT_EPS["layernorm"]))
+    return tuple(result.astype(np.float64) for result in ((wide - mean[:, None]) * rstd[:, None], mean, rstd))
+
+
+@pytest.mark.parametrize(("rows", "columns", "gap", "kernel"), WIDE_ROWS)
+@pytest.mark.parametrize("outlier", [30.0, 1e3, 1e6])
+def test_one_element_costs_the_others_nothing(
+    device: KernelsOnCpu,
+    monkeypatch: pytest.MonkeyPatch,
+    outlier: float,
+    rows: int,
+    columns: int,
+    gap: int,
+    kernel: str,
+) -> None:
+    """Wherever it lies: the first, the middle one and the last are those from which a row may be counted."""
+    array = np.random.default_rng(3).standard_normal((rows, columns)).astype(np.float32)
+    for row in range(rows):
+        array[row, (0, columns // 2, columns - 1)[row % 3]] = outlier
+    y, _, rstd = wide_forward(device, monkeypatch, array, gap, kernel)
+    exact, _, exact_rstd = exact_forward(array)
+    np.testing.assert_allclose(rstd, exact_rstd, rtol=5e-7)
+    others = abs(array) < 10
+    errors = np.where(others, y - exact, 0)
+    assert (np.linalg.norm(errors, axis=1) <= 3e-7 * np.linalg.norm(np.where(others, exact, 0), axis=1)).all()
 
 
 @pytest.mark.parametrize(("rows", "columns", "gap", "kernel"), WIDE_ROWS)
