@@ -287,7 +287,10 @@ def plain_mask(mask: Any, has_bias: Any) -> tuple[bool, ...]:
 
 def _short(value: Any) -> str:
     """The value, or of what would fill a screen its type."""
-    text = repr(value) if isinstance(value, (int, float, str, tuple, list, type(None))) else ""
+    try:
+        text = repr(value) if isinstance(value, (int, float, str, tuple, list, type(None))) else ""
+    except ValueError:  # of an integer with thousands of digits
+        text = ""
     return text if 0 < len(text) <= 40 else type(value).__name__
 
 

@@ -16,7 +16,7 @@
 //   WEIGHT_OFFSET  1: w + offset in place of w    PER_HEAD  1: one w for each head
 //   ADD_RESIDUAL   1: dresidual_out is added to dx  ACCUMULATE  1: dw and db are added to what is there
 // Decided at run time, because it costs little: whether w has x's type or the arithmetic's (another is widened before, by
-// widen_w.cu), the type of dw and db, and whether dx and dw are wanted (null pointers).
+// widen_w.cu, but for ANY_W of backward_split.cu), the type of dw and db, and whether dx and dw are wanted (null pointers).
 #pragma once
 
 #include "element.cuh"
@@ -69,7 +69,7 @@ struct BackwardArguments {
     int64 rows;
     int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
     int columns;
-    int w_code;             // ElementCode, of w: x's type or the arithmetic's (widen_w.cu)
+    int w_code;             // ElementCode, of w: x's type or the arithmetic's (widen_w.cu), with ANY_W any
     int group_threads;      // threads that share a row
     int slab_columns;       // columns of a row that one block holds
     int stages;             // staged route: steps in flight

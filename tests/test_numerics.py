@@ -433,11 +433,11 @@ def test_rows_far_from_zero(xp: Any, x: str, rows: int, columns: int) -> None:
     check_forward(case, tensors, forward(case.norm, tensors))
 
 
-@pytest.mark.parametrize("x", ["float16", "bfloat16"])
+@pytest.mark.parametrize("x", DTYPES)
 @pytest.mark.parametrize("columns", [40960, 81920, 163840])
 @pytest.mark.parametrize("rows", [1, 12])
 def test_long_rows_far_from_zero(xp: Any, x: str, rows: int, columns: int) -> None:
-    """On an H200 or H100 by clusters of four, eight and sixteen, as launch choices are."""
+    """On an H200 or H100 by clusters of four, eight and sixteen, as launch choices are; the longest of wider types by parts."""
     case = far(x, rows, columns)
     tensors = make_case(xp, case)
     check_forward(case, tensors, forward(case.norm, tensors))
@@ -458,10 +458,12 @@ def test_rows_far_from_zero_that_lie_apart(xp: Any, x: str, columns: int) -> Non
 
 @pytest.mark.parametrize("columns", [96, 384, 664, 1024, 6144, 20480])
 @pytest.mark.parametrize("rows", [3, 300])
-def test_constant_rows_have_no_variance(xp: Any, rows: int, columns: int) -> None:
+@pytest.mark.parametrize("x_type", ["bfloat16", "float32"])
+def test_constant_rows_have_no_variance(xp: Any, x_type: str, rows: int, columns: int) -> None:
     """Squares are put together from parts, and where some count as 0 their sum may come out below 0: no NaN of it."""
-    values = xp.asarray(np.geomspace(1e-19, 1e-6, rows).astype(np.float32))
-    x = xp.ascontiguousarray(xp.broadcast_to(values[:, None], (rows, columns)))
+    in_type = np.geomspace(1e-19, 1e-6, rows).astype(DTYPES[x_type])
+    values = xp.asarray(in_type.astype(np.float32))
+    x = xp.ascontiguousarray(xp.broadcast_to(xp.asarray(in_type)[:, None], (rows, columns)))
     _, mean, rstd = cupynorm.layernorm_forward(x, eps=0.0)
     assert not xp.isnan(rstd).any()
     assert (rstd > 1e3 / values).all()  # the deviation is no more than the mean's rounding makes it

@@ -225,7 +225,8 @@ class Backward:
 def _backward_pieces(problem: NormProblem) -> list[tuple[NormProblem, int, int]]:
     """What needs less workspace each and together does the same, and the row and the column that each begins with.
 
-    First dx alone and, in which a row's sums have no part, dw and db; of dx then rows, of dw and db columns.
+    First dx alone and, in which a row's sums have no part, dw and db; of dx then rows, of dw and db columns. None
+    where there are too few of these.
     """
     dw_or_db = problem.want_dw or problem.want_db
     if problem.want_dx and dw_or_db:
@@ -234,6 +235,8 @@ def _backward_pieces(problem: NormProblem) -> list[tuple[NormProblem, int, int]]
     if problem.want_dx:
         return [(half, row, 0) for half, row in _halves(problem)]
     half = problem.columns // 2 // _PIECE_COLUMNS * _PIECE_COLUMNS
+    if not half:
+        return []
     return [(dataclasses.replace(problem, columns=n), 0, at) for n, at in ((half, 0), (problem.columns - half, half))]
 
 
@@ -321,8 +324,10 @@ class Forward:
 
 
 def _halves(problem: NormProblem) -> list[tuple[NormProblem, int]]:
-    """Of its rows, and the row that each begins with."""
+    """Of its rows, and the row that each begins with; none of a single row."""
     half = problem.rows // 2
+    if not half:
+        return []
     return [
         (dataclasses.replace(problem, rows=half), 0),
         (dataclasses.replace(problem, rows=problem.rows - half), half),
