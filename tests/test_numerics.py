@@ -437,7 +437,8 @@ def test_rows_far_from_zero(xp: Any, x: str, rows: int, columns: int) -> None:
 @pytest.mark.parametrize("columns", [40960, 81920, 163840])
 @pytest.mark.parametrize("rows", [1, 12])
 def test_long_rows_far_from_zero(xp: Any, x: str, rows: int, columns: int) -> None:
-    """On an H200 or H100 by clusters of four, eight and sixteen, as launch choices are; the longest of wider types by parts."""
+    """On an H200 or H100 by clusters of four, eight and sixteen, as launch choices are; the longest of wider types by
+    parts."""
     case = far(x, rows, columns)
     tensors = make_case(xp, case)
     check_forward(case, tensors, forward(case.norm, tensors))
