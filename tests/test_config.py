@@ -825,7 +825,7 @@ def test_column_blocks_of_float32s_shortest_rows(rows, columns, expected):
 
 def beside_lines(chosen: config.BackwardConfig | config.ForwardConfig) -> tuple[str, ...]:
     """Definitions, but for where in the ring rows lie, which no bits hang on."""
-    return tuple(text for text in chosen.definitions if text != "OFF_LINES=1")
+    return tuple(text for text in chosen.definitions if text not in ("OFF_LINES=1", "ROW_GAPS=1"))
 
 
 def what_orders_a_rows_sums(chosen: config.BackwardConfig) -> tuple[object, ...]:
@@ -876,7 +876,8 @@ def test_a_staged_block_has_no_more_groups_than_rows_but_whole_warps():
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
 @pytest.mark.parametrize("x", DTYPES)
 def test_gaps_between_long_rows_change_neither_the_kernel_nor_the_order_of_sums(device, x, alignment):
-    """Without gaps a block takes several rows; room for these is no reason for another cluster."""
+    """Without gaps a block takes several rows; room for these is no reason for another cluster. Where rows of more than
+    a warp have the kernels of shorter ones, on compute capability 12, small gaps have kernels of their own."""
     for columns in (n for n in COLUMNS if n > 513):
         dense = backward(columns, x, x)
         gaps = replace(dense, x_row_stride=columns + 16)
@@ -1848,7 +1849,12 @@ def test_forward_configs_hold_their_rows(device, x, alignment):
             assert (chosen.cluster - 1) * chosen.slab_columns < columns <= chosen.cluster * chosen.slab_columns, at
             assert chosen.groups == 1 or chosen.cluster == 1, at
             short = columns <= 32 * config.common.columns_per_thread(x)
-            assert ("ROW_GAPS=1" in chosen.definitions) == (gap > 0 and short), at
+            near = not vector and columns + gap <= config.common.MOST_COPIED_GAPS_LONG * columns
+            whole_warps = (
+                per_thread > config.common.columns_per_thread(x) and "PART_OF_WARP=1" not in chosen.definitions
+            )
+            asks_for_gaps = gap > 0 and chosen.cluster == 1 and (short or near) and not whole_warps
+            assert ("ROW_GAPS=1" in chosen.definitions) == asks_for_gaps, at
             assert chosen.groups == 1 or gap == 0 or short or not vector, at
             assert 2 <= chosen.stages <= config.common.STAGED_MOST_STAGES, at
             assert chosen.shared_bytes + config.backward.STATIC_SHARED_BYTES <= device.shared_bytes, at
