@@ -9,8 +9,8 @@
 
 constexpr int kThreads = 256;
 
-// ANY_W  1: w is of any type, for converted beforehand it would take more workspace than there may be. Kernels for it take 2 to 7%
-//           longer, whatever its type.
+// ANY_W  1: w is of any type, for converted beforehand it would take more than MOST_WIDENED_BYTES of config/backward.py. Kernels for
+//           it take 2 to 7% longer, whatever its type.
 #ifndef ANY_W
 #define ANY_W 0
 #endif

@@ -89,6 +89,7 @@ __device__ inline RowStatistics statistics_of(const ForwardArguments& a, int64 r
 
 // More rows at once gain more than the next one on its way (an H200, RMSNorm, bfloat16, N=400000, 667 MB of x and y: 378 us with two, the
 // next on its way, 327 with three blocks on a multiprocessor).
+// With two where three would spill.
 constexpr bool kLacksRegisters = sizeof(Compute) == 8 || (kLayerNorm && kVector == 1 && __CUDA_ARCH__ >= 1000);
 constexpr int kBlocksAtOnce = kLacksRegisters ? 2 : 3;
 // Whether the first of some rows is on its way while their sums are put together: not where it would spill.

@@ -825,7 +825,7 @@ def test_column_blocks_of_float32s_shortest_rows(rows, columns, expected):
 
 def beside_lines(chosen: config.BackwardConfig | config.ForwardConfig) -> tuple[str, ...]:
     """Definitions, but for where in the ring rows lie, which no bits hang on."""
-    return tuple(text for text in chosen.definitions if text not in ("OFF_LINES=1", "ROW_GAPS=1"))
+    return tuple(text for text in chosen.definitions if text != "OFF_LINES=1")
 
 
 def what_orders_a_rows_sums(chosen: config.BackwardConfig) -> tuple[object, ...]:
@@ -882,7 +882,10 @@ def test_gaps_between_long_rows_change_neither_the_kernel_nor_the_order_of_sums(
         dense = backward(columns, x, x)
         gaps = replace(dense, x_row_stride=columns + 16)
         one, another = (config.backward_config(problem, alignment, device) for problem in (dense, gaps))
-        assert beside_lines(one) == beside_lines(another), columns
+        as_short_rows = device.compute_capability[0] == 12 and "ROW_GAPS=1" in another.definitions
+        asks = {"ROW_GAPS=1"} if as_short_rows else set()
+        assert set(beside_lines(another)) - set(beside_lines(one)) == asks, columns
+        assert set(beside_lines(one)) <= set(beside_lines(another)), columns
         assert one.group_threads == another.group_threads, columns
         assert one.slab_columns == another.slab_columns, columns
 

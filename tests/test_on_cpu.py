@@ -659,8 +659,8 @@ def test_wide_types_lose_nothing_far_from_zero(
     gap: int,
     kernel: str,
 ) -> None:
-    """At a mean of 10⁴ deviations, also of a row with one element that lies as far from the others, rstd has a few
-    roundings, and y none of the mean's."""
+    """At a mean of 10⁴ deviations, also of a row with one element that lies as far from the others, but is none of the
+    three that tell where it lies, rstd has a few roundings, and y none of the mean's."""
     epsilon = np.finfo(x).eps
     array = (np.random.default_rng(1).standard_normal((rows, columns)) + 1e4).astype(x)
     array[0, 1] += 1e4
@@ -676,6 +676,25 @@ def exact_forward(array: Any) -> tuple[Any, Any, Any]:
     mean = wide.mean(1)
     rstd = 1 / np.sqrt(wide.var(1) + np.longdouble(DEFAULT_EPS["layernorm"]))
     return tuple(result.astype(np.float64) for result in ((wide - mean[:, None]) * rstd[:, None], mean, rstd))
+
+
+@pytest.mark.parametrize(("rows", "columns", "gap", "kernel"), WIDE_ROWS)
+def test_an_outlier_among_the_three_costs_what_the_mean_rounds_off(
+    device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, gap: int, kernel: str
+) -> None:
+    """Far from zero such a row is not counted from one of its elements, and y is off by the sums' roundings, which are
+    those of numbers as large as the mean."""
+    array = (np.random.default_rng(4).standard_normal((rows, columns)) + 1e4).astype(np.float32)
+    for row in range(rows):
+        array[row, (0, columns // 2, columns - 1)[row % 3]] *= 1.2
+    y, mean, rstd = wide_forward(device, monkeypatch, array, gap, kernel)
+    exact, exact_mean, exact_rstd = exact_forward(array)
+    rounding = 4 * np.finfo(np.float32).eps
+    np.testing.assert_allclose(mean, exact_mean, rtol=rounding)
+    np.testing.assert_allclose(rstd, exact_rstd, rtol=1e-4)
+    others = abs(array - 1e4) < 10
+    errors = np.where(others, y - exact, 0)
+    assert (abs(errors) <= 1e-4 * abs(exact) + rounding * (exact_mean * exact_rstd)[:, None]).all()
 
 
 @pytest.mark.parametrize(("rows", "columns", "gap", "kernel"), WIDE_ROWS)

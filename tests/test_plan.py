@@ -469,6 +469,28 @@ def test_huge_rows_need_no_more_workspace(device: FakeDevice, w: str) -> None:
     assert summed == columns
 
 
+def test_w_is_converted_first_where_it_is_short_enough(device: FakeDevice) -> None:
+    """Of x's 16 bits, in float32, up to 16 MiB; longer ones the kernels read as they are."""
+    from cupynorm.cuda import launch
+
+    whole = dataclasses.replace(huge_problem("rmsnorm", "float16"), rows=3, w_dtype=DTYPES["float64"])
+    for columns, converts in ((1 << 22, True), ((1 << 22) + 1, False)):
+        of_columns = dataclasses.replace(
+            whole, columns=columns, x_row_stride=columns, dy_row_stride=columns, out_row_stride=columns
+        )
+        device.launched.clear()
+        launch.Backward(of_columns, (0, 0, 0), (0,), (0, 0))(64, 128, 192, 0, 256, 0, 320, 384, 0)
+        first, *kernels = device.launched if converts else (None, *device.launched)
+        assert (first is not None) == converts
+        assert [launched.kernel for launched in kernels] == ["backward_split_sums", "backward_split_apply"]
+        assert all((config.ANY_W in launched.definitions) != converts for launched in kernels)
+        if first is not None:
+            assert first.kernel == "widen_w"
+            assert {launched.named().w for launched in kernels} == {first.named().widened}
+        else:
+            assert {launched.named().w for launched in kernels} == {128}
+
+
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (12, 0)])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("x", DTYPES)

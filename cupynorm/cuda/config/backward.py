@@ -248,7 +248,7 @@ GANG_STAGES = 4
 GANG_LEAD = {False: {2: 0, 4: 0}, True: {2: 5, 4: 6}}
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: in vectors, off 16 bytes
 ANY_W = "ANY_W=1"  # backward_split.cu
-MOST_WIDENED_BYTES = 16 << 20  # of w, where it is of neither x's type nor the arithmetic's
+MOST_WIDENED_BYTES = 16 << 20  # of w, where it is of neither x's type nor the arithmetic's: what a stream keeps at most
 SPLIT_THREADS = 256
 
 # Where more blocks than these share a multiprocessor, they count their steps in STEP_COUNTERS places, not in one (an
