@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fake_device
 import numpy as np
@@ -635,36 +635,48 @@ WIDE_ROWS = [
 ]
 
 
-def wide_forward(
-    device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, x: Any, gap: int, kernel: str
-) -> tuple[Any, ...]:
+class Wide(NamedTuple):
+    """Rows of one of these kinds, and LayerNorm's results for such an array, by its kernel."""
+
+    rows: int
+    columns: int
+    forward: Callable[[Any], tuple[Any, ...]]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    def outliers(self) -> tuple[Any, Any]:
+        """One for each row, in turn the first, the middle one and the last of those from which it may be counted."""
+        rows = np.arange(self.rows)
+        return rows, np.array([0, self.columns // 2, self.columns - 1])[rows % 3]
+
+
+@pytest.fixture(params=WIDE_ROWS, ids=str)
+def wide(request: pytest.FixtureRequest, device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch) -> Wide:
+    rows, columns, gap, kernel = request.param
     if kernel == "forward_split":
         for attribute, value in {75: 8, 16: 4, 97: 166912}.items():
             monkeypatch.setitem(fake_device.ATTRIBUTES, attribute, value)
     elif "few" not in kernel:
         without_kernels_for_few_rows(monkeypatch)
-    placed = device.array((len(x), x.shape[1] + gap), x.dtype)[:, : x.shape[1]]
-    values(placed)[...] = x
-    return run(device, cupynorm.layernorm_forward(placed), kernel)
+
+    def forward_of(x: Any) -> tuple[Any, ...]:
+        placed = device.array((rows, columns + gap), x.dtype)[:, :columns]
+        values(placed)[...] = x
+        return run(device, cupynorm.layernorm_forward(placed), kernel)
+
+    return Wide(rows, columns, forward_of)
 
 
-@pytest.mark.parametrize(("rows", "columns", "gap", "kernel"), WIDE_ROWS)
 @pytest.mark.parametrize("x", ["float32", "float64"])
-def test_wide_types_lose_nothing_far_from_zero(
-    device: KernelsOnCpu,
-    monkeypatch: pytest.MonkeyPatch,
-    x: str,
-    rows: int,
-    columns: int,
-    gap: int,
-    kernel: str,
-) -> None:
+def test_wide_types_lose_nothing_far_from_zero(wide: Wide, x: str) -> None:
     """At a mean of 10⁴ deviations, also of a row with one element that lies as far from the others, but is none of the
     three that tell where it lies, rstd has a few roundings, and y none of the mean's."""
     epsilon = np.finfo(x).eps
-    array = (np.random.default_rng(1).standard_normal((rows, columns)) + 1e4).astype(x)
+    array = (np.random.default_rng(1).standard_normal(wide.shape) + 1e4).astype(x)
     array[0, 1] += 1e4
-    y, mean, rstd = wide_forward(device, monkeypatch, array, gap, kernel)
+    y, mean, rstd = wide.forward(array)
     exact, exact_mean, exact_rstd = exact_forward(array)
     np.testing.assert_allclose(mean, exact_mean, rtol=2 * epsilon)
     np.testing.assert_allclose(rstd, exact_rstd, rtol=4 * epsilon)
@@ -678,16 +690,12 @@ def exact_forward(array: Any) -> tuple[Any, Any, Any]:
     return tuple(result.astype(np.float64) for result in ((wide - mean[:, None]) * rstd[:, None], mean, rstd))
 
 
-@pytest.mark.parametrize(("rows", "columns", "gap", "kernel"), WIDE_ROWS)
-def test_an_outlier_among_the_three_costs_what_the_mean_rounds_off(
-    device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, gap: int, kernel: str
-) -> None:
+def test_an_outlier_among_the_three_costs_what_the_mean_rounds_off(wide: Wide) -> None:
     """Far from zero such a row is not counted from one of its elements, and y is off by the sums' roundings, which are
     those of numbers as large as the mean."""
-    array = (np.random.default_rng(4).standard_normal((rows, columns)) + 1e4).astype(np.float32)
-    for row in range(rows):
-        array[row, (0, columns // 2, columns - 1)[row % 3]] *= 1.2
-    y, mean, rstd = wide_forward(device, monkeypatch, array, gap, kernel)
+    array = (np.random.default_rng(4).standard_normal(wide.shape) + 1e4).astype(np.float32)
+    array[wide.outliers()] *= 1.2
+    y, mean, rstd = wide.forward(array)
     exact, exact_mean, exact_rstd = exact_forward(array)
     rounding = 4 * np.finfo(np.float32).eps
     np.testing.assert_allclose(mean, exact_mean, rtol=rounding)
@@ -697,22 +705,12 @@ def test_an_outlier_among_the_three_costs_what_the_mean_rounds_off(
     assert (abs(errors) <= 1e-4 * abs(exact) + rounding * (exact_mean * exact_rstd)[:, None]).all()
 
 
-@pytest.mark.parametrize(("rows", "columns", "gap", "kernel"), WIDE_ROWS)
 @pytest.mark.parametrize("outlier", [30.0, 1e3, 1e6])
-def test_one_element_costs_the_others_nothing(
-    device: KernelsOnCpu,
-    monkeypatch: pytest.MonkeyPatch,
-    outlier: float,
-    rows: int,
-    columns: int,
-    gap: int,
-    kernel: str,
-) -> None:
-    """Wherever it lies: the first, the middle one and the last are those from which a row may be counted."""
-    array = np.random.default_rng(3).standard_normal((rows, columns)).astype(np.float32)
-    for row in range(rows):
-        array[row, (0, columns // 2, columns - 1)[row % 3]] = outlier
-    y, _, rstd = wide_forward(device, monkeypatch, array, gap, kernel)
+def test_one_element_costs_the_others_nothing(wide: Wide, outlier: float) -> None:
+    """Wherever it lies."""
+    array = np.random.default_rng(3).standard_normal(wide.shape).astype(np.float32)
+    array[wide.outliers()] = outlier
+    y, _, rstd = wide.forward(array)
     exact, _, exact_rstd = exact_forward(array)
     np.testing.assert_allclose(rstd, exact_rstd, rtol=5e-7)
     others = abs(array) < 10
@@ -720,21 +718,13 @@ def test_one_element_costs_the_others_nothing(
     assert (np.linalg.norm(errors, axis=1) <= 3e-7 * np.linalg.norm(np.where(others, exact, 0), axis=1)).all()
 
 
-@pytest.mark.parametrize(("rows", "columns", "gap", "kernel"), WIDE_ROWS)
 @pytest.mark.parametrize("x", ["float32", "float64"])
-def test_constant_rows_of_wide_types_are_exact(
-    device: KernelsOnCpu,
-    monkeypatch: pytest.MonkeyPatch,
-    x: str,
-    rows: int,
-    columns: int,
-    gap: int,
-    kernel: str,
-) -> None:
+def test_constant_rows_of_wide_types_are_exact(wide: Wide, x: str) -> None:
     """Whatever the constant: its mean is itself, and y is zero."""
-    constants = (np.random.default_rng(2).standard_normal(rows) * 10.0 ** (np.arange(rows) % 12 - 4)).astype(x)
-    array = np.repeat(constants[:, None], columns, axis=1)
-    y, mean, rstd = wide_forward(device, monkeypatch, array, gap, kernel)
+    powers = 10.0 ** (np.arange(wide.rows) % 12 - 4)
+    constants = (np.random.default_rng(2).standard_normal(wide.rows) * powers).astype(x)
+    array = np.repeat(constants[:, None], wide.columns, axis=1)
+    y, mean, rstd = wide.forward(array)
     np.testing.assert_array_equal(y, 0)
     np.testing.assert_array_equal(mean, constants)
     np.testing.assert_allclose(rstd, DEFAULT_EPS["layernorm"] ** -0.5, rtol=4 * np.finfo(x).eps)

@@ -11,12 +11,14 @@ import itertools
 import struct
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import test_config as of_config
 from fake_device import ATTRIBUTES, FakeDevice, FakeStream
 from helpers import DTYPES, NORMS
 
@@ -396,23 +398,28 @@ HUGE_STRIDE = HUGE_COLUMNS + 2
 
 
 def huge_problem(norm: problem.Norm, dy: str | None) -> problem.NormProblem:
-    return problem.NormProblem(
-        norm=norm,
-        direction="backward" if dy else "forward",
-        rows=HUGE_ROWS,
-        columns=HUGE_COLUMNS,
-        x_dtype=DTYPES["bfloat16"],
-        dy_dtype=DTYPES[dy] if dy else None,
-        w_dtype=DTYPES["float32"],
-        b_dtype=None,
-        x_row_stride=HUGE_STRIDE,
-        dy_row_stride=HUGE_COLUMNS,
-        out_row_stride=HUGE_COLUMNS,
-        copies=frozenset(),
-        want_dx=dy is not None,
-        want_dw=dy is not None,
-        want_db=dy is not None and norm == "layernorm",
-    )
+    whole = of_config.backward(HUGE_COLUMNS, "bfloat16", dy or "bfloat16", HUGE_ROWS, norm)
+    whole = dataclasses.replace(whole, x_row_stride=HUGE_STRIDE)
+    if dy:
+        return whole
+    return dataclasses.replace(of_config.forward_of(whole), want_dx=False, want_dw=False, want_db=False)
+
+
+def rows_in_turn(device: FakeDevice, norm: problem.Norm, direction: str, statistics: tuple[int, int]) -> Iterator[Any]:
+    """The arguments of two kernels at a time, and the rows that came before: four times, and in the end all rows."""
+    mean, rstd = statistics
+    done, pairs = 0, zip(device.launched[::2], device.launched[1::2], strict=True)
+    for sums, apply in pairs:
+        assert (sums.kernel, apply.kernel) == (f"{direction}_split_sums", f"{direction}_split_apply")
+        assert sums.arguments == apply.arguments
+        got = apply.named()
+        assert (got.mean, got.rstd) == (mean + 4 * done if norm == "layernorm" else 0, rstd + 4 * done)
+        assert got.sums
+        assert 2 <= got.rows <= config.WORKSPACE_BYTES // (8 * apply.grid[0])
+        yield got, done
+        done += got.rows
+    assert done == HUGE_ROWS
+    assert len(device.launched) == 2 * 4
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -424,20 +431,10 @@ def test_a_huge_forward_call_goes_in_several_launches(device: FakeDevice, norm: 
     statistics = (mean, rstd) if norm == "layernorm" else (rstd,)
     launch.Forward(huge_problem(norm, None), (0, 0), (0, 0))(x, w, b, 0, y, *statistics)
     assert all(size <= config.WORKSPACE_BYTES for _, size in device.allocated)
-    done = 0
-    for sums, apply in pairs(device):
-        assert (sums.kernel, apply.kernel) == ("forward_split_sums", "forward_split_apply")
-        assert sums.arguments == apply.arguments
-        got = apply.named()
+    assert all(sums.grid == apply.grid for sums, apply in itertools.pairwise(device.launched) if "sums" in sums.kernel)
+    for got, done in rows_in_turn(device, norm, "forward", (mean, rstd)):
         assert (got.x, got.y) == (x + 2 * HUGE_STRIDE * done, y + 2 * HUGE_COLUMNS * done)
-        assert (got.mean, got.rstd) == (mean + 4 * done if norm == "layernorm" else 0, rstd + 4 * done)
         assert (got.w, got.b, got.counters) == (w, b, 0)
-        assert got.sums
-        assert apply.grid == sums.grid
-        assert 2 <= got.rows <= config.WORKSPACE_BYTES // (8 * apply.grid[0])
-        done += got.rows
-    assert done == HUGE_ROWS
-    assert len(device.launched) == 2 * 4
 
 
 @pytest.mark.parametrize("w", ["float64", "bfloat16", "float16"])
@@ -520,10 +517,6 @@ def test_no_workspace_is_over_64_mib(
         assert all(size <= 64 << 20 for _, size in device.allocated), (columns, rows, dy, w)
 
 
-def pairs(device: FakeDevice) -> Any:
-    return zip(device.launched[::2], device.launched[1::2], strict=True)
-
-
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("wants_sums", [True, False])
 def test_a_huge_backward_call_goes_in_several_launches(
@@ -544,18 +537,10 @@ def test_a_huge_backward_call_goes_in_several_launches(
         of_sums = device.launched.pop().named()
         assert (of_sums.x, of_sums.dy, of_sums.dx, of_sums.rows) == (x, dy, 0, HUGE_ROWS)
         assert (of_sums.dw, of_sums.db, of_sums.sums) == (*outputs[1:], 0)
-    done = 0
-    for sums, apply in pairs(device):
-        assert (sums.kernel, apply.kernel) == ("backward_split_sums", "backward_split_apply")
-        assert sums.arguments == apply.arguments
-        got = apply.named()
+    for got, done in rows_in_turn(device, norm, "backward", (mean, rstd)):
         assert (got.x, got.dy) == (x + 2 * HUGE_STRIDE * done, dy + 2 * HUGE_COLUMNS * done)
         assert (got.dx, got.dw, got.db) == (dx + 2 * HUGE_COLUMNS * done, 0, 0)
-        assert (got.mean, got.rstd) == (mean + 4 * done if norm == "layernorm" else 0, rstd + 4 * done)
         assert got.w == w
-        done += got.rows
-    assert done == HUGE_ROWS
-    assert len(device.launched) == 2 * 4
 
 
 def test_a_workspace_for_what_lies_beside_alone(device: FakeDevice) -> None:
