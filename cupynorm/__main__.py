@@ -162,7 +162,7 @@ def info(options: argparse.Namespace) -> int:
         ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ("numpy", np.__version__),
         ("ml_dtypes", cli.version("ml_dtypes") or "not installed: no bfloat16 in NumPy arrays"),
-        ("CPU", f"{bench.host_threads()} threads for this process"),
+        ("CPU", f"{cli.host_threads()} threads for this process"),
         *_cuda_lines(),
     ]
     width = max(len(name) for name, _ in lines)

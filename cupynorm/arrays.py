@@ -52,8 +52,9 @@ def way_in(kind: type) -> Look:
     """
     if issubclass(kind, np.ndarray):
         return Host().look
-    cupy = sys.modules.get("cupy")  # an array of CuPy's cannot exist before CuPy is imported
-    if cupy is not None and issubclass(kind, cupy.ndarray):
+    # An array of CuPy's cannot exist before CuPy is imported; another thread may be importing it.
+    kind_of_cupy = getattr(sys.modules.get("cupy"), "ndarray", None)
+    if kind_of_cupy is not None and issubclass(kind, kind_of_cupy):
         return device_home().look
     if not _is_array(kind):
         raise _not_an_array("x", kind)
@@ -314,6 +315,20 @@ def _give_back_from_host(importer: Callable[[Any], Any], dtypes: dict[np.dtype[A
         # NumPy cannot export bfloat16: the bits travel as uint16 and the framework names them again.
         return importer(array.view(np.uint16)).view(dtypes[array.dtype])
     return importer(array)
+
+
+def tell_of_writing(targets: Sequence[Any]) -> None:
+    """PyTorch's autograd, so that it refuses to use what a tensor held before, as after its own operations."""
+    for target in targets:
+        tell = None if target is None else _way_to_tell(type(target))  # type: ignore[arg-type]  # types are hashable
+        if tell is not None and not target.is_inference():
+            tell(target)
+
+
+@functools.lru_cache(maxsize=256)
+def _way_to_tell(kind: type) -> Callable[[Any], None] | None:
+    of_torch = _framework(kind) == "torch"
+    return getattr(importlib.import_module("torch.autograd.graph"), "increment_version", None) if of_torch else None
 
 
 # --- pieces -----------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ import numpy as np
 
 import cupynorm
 
+from . import numpy_backend
 from .problem import Norm
 
 OPS = ("rmsnorm_backward", "layernorm_backward", "rmsnorm_forward", "layernorm_forward")
@@ -237,7 +238,7 @@ def measure_triad(elements: int, dtype: Any, xp: Any = np, repeats: int | None =
 def device_name(xp: Any = np) -> str:
     """What the measured device calls itself."""
     if xp is np:
-        return f"CPU, {host_threads()} threads"
+        return f"CPU, {numpy_backend.threads()} threads"
     name = xp.cuda.runtime.getDeviceProperties(_device_id(xp))["name"]
     return str(name.decode() if isinstance(name, bytes) else name)
 

@@ -19,7 +19,8 @@ import numpy as np
 
 import cupynorm
 
-from . import bench, report
+from . import bench, numpy_backend, report
+from .problem import MOST_COLUMNS
 
 Number = TypeVar("Number", int, float)
 
@@ -69,6 +70,8 @@ def shape(text: str) -> tuple[int, int]:
     rows, columns = int(match[1]), int(match[2])
     if rows * columns > 1 << 40:
         raise argparse.ArgumentTypeError(f"{text} is more than 2^40 elements, and no device holds them")
+    if columns > MOST_COLUMNS:
+        raise argparse.ArgumentTypeError(f"{text}: N of at most {MOST_COLUMNS} is needed")
     return rows, columns
 
 
@@ -118,7 +121,7 @@ def plot_format(path: Path) -> str:
 def pick_device(wanted: str | None) -> tuple[Any, str]:
     """numpy or cupy, and the line that says which and why. Raises UsageError where `wanted` is not to be had."""
     here = f"cupynorm {cupynorm.__version__} on"
-    on_host = f"{here} NumPy arrays ({bench.host_threads()} threads)"
+    on_host = f"{here} NumPy arrays ({host_threads()} threads)"
     if wanted == "numpy":
         return np, f"{on_host}, as asked."
     cupy, reason = usable_cupy()
@@ -128,6 +131,14 @@ def pick_device(wanted: str | None) -> tuple[Any, str]:
     if wanted == "cuda":
         raise UsageError(f"argument --device: no CUDA: {reason}")
     return np, f"{on_host}; not on CUDA, because {reason}."
+
+
+def host_threads() -> int:
+    """How many threads NumPy arrays get. Raises UsageError where the environment asks for no such number."""
+    try:
+        return numpy_backend.threads()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def usable_cupy() -> tuple[Any, str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .arrays import Array, Layout, home_of, mixed_devices, way_in
+from .arrays import Array, Layout, home_of, mixed_devices, tell_of_writing, way_in
 from .dlpack import contiguous_strides
 from .problem import (
     START_BYTES_COUNT,
@@ -100,9 +100,13 @@ def run(operation: Operation, inputs: tuple[Any, ...], out: Any, *options: Any) 
         plan.check_overlaps(operands)
     scope = plan.home.scope(plan.device)
     if scope is None:
-        return plan.run(operands, views, targets, give_back, waits)
-    with scope:
-        return plan.run(operands, views, targets, give_back, waits)
+        results = plan.run(operands, views, targets, give_back, waits)
+    else:
+        with scope:
+            results = plan.run(operands, views, targets, give_back, waits)
+    if targets and give_back is not None:
+        tell_of_writing(targets)
+    return results
 
 
 @functools.lru_cache(maxsize=2048, typed=True)  # some 12 kB a plan; typed: 1 equals True, but is none

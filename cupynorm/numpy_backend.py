@@ -18,10 +18,10 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from threading import Condition
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +29,8 @@ import numpy as np
 from .problem import Norm, NormProblem
 
 if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
     from .problem import BackwardOperands, ForwardOperands
 
 Array = Any  # numpy.ndarray; also cupy.ndarray in the two reference functions
@@ -275,7 +277,7 @@ class _Tiling:
         itemsize = 8
         block = self.block_rows * self.columns * itemsize
         scratch = rooms * block + _Fold.bytes_per_block(self.block_rows, self.columns, itemsize)
-        return max(1, min(_threads(), len(self.chunks), (TEMPORARIES_LIMIT - self.partials_bytes) // scratch))
+        return max(1, min(threads(), len(self.chunks), (TEMPORARIES_LIMIT - self.partials_bytes) // scratch))
 
 
 def _tiling(problem: NormProblem, partial_rows: int = 0) -> _Tiling:
@@ -295,18 +297,21 @@ def _tiling(problem: NormProblem, partial_rows: int = 0) -> _Tiling:
     )
 
 
-def _threads() -> int:
+def threads() -> int:
     """CUPYNORM_NUM_THREADS where it is set, else the number of cores that the process may use."""
     setting = os.environ.get("CUPYNORM_NUM_THREADS", "")
     if setting:
-        if not setting.isdecimal() or int(setting) < 1:
-            raise ValueError(f"CUPYNORM_NUM_THREADS: got {setting!r}; a whole number of at least 1 is needed")
+        if not setting.isdecimal() or len(setting) > 9 or int(setting) < 1:
+            got = setting if len(setting) < 40 else f"{setting[:40]}…"
+            raise ValueError(f"CUPYNORM_NUM_THREADS: got {got!r}; a whole number from 1 to 999999999 is needed")
         return int(setting)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @lru_cache(maxsize=4)
 def _pool(size: int) -> ThreadPoolExecutor:
+    from concurrent.futures import ThreadPoolExecutor  # which refuses while the interpreter ends
+
     return ThreadPoolExecutor(size, thread_name_prefix="cupynorm")
 
 
@@ -337,12 +342,48 @@ def _in_parallel(work: Callable[[Iterator[int]], None], tiling: _Tiling, rooms: 
                     np.setbufsize(buffer_size)
 
     others = tiling.workers(rooms) - 1
-    helpers = [_pool(others).submit(run) for _ in range(others)] if others else []
+    helpers = _Helpers(run)
     try:
+        for _ in range(others):
+            try:
+                _pool(others).submit(helpers.help)
+            except RuntimeError:  # no more threads can be started, or the interpreter is ending: those there are do it
+                break
         run()
     finally:
-        # Those that have not started have nothing left to do; those that have must end before the arrays go back.
-        started = [helper for helper in helpers if not helper.cancel()]
-        wait(started)
-    for helper in started:
-        helper.result()
+        helpers.dismiss()
+    helpers.raise_what_they_raised()
+
+
+class _Helpers:
+    """Threads that work for a call. None of them touches its arrays any more once it has dismissed them."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work  # None: nothing is left to do
+        self._changed = Condition()
+        self._busy = 0
+        self._raised: list[BaseException] = []
+
+    def help(self) -> None:
+        with self._changed:
+            work = self._work
+            if work is None:
+                return
+            self._busy += 1
+        try:
+            work()
+        except BaseException as error:
+            self._raised.append(error)
+        finally:
+            with self._changed:
+                self._busy -= 1
+                self._changed.notify_all()
+
+    def dismiss(self) -> None:
+        with self._changed:
+            self._work = None
+            self._changed.wait_for(lambda: not self._busy)
+
+    def raise_what_they_raised(self) -> None:
+        if self._raised:
+            raise self._raised[0]

@@ -308,6 +308,11 @@ def check_placement(labels: Sequence[str], specs: Sequence[ArraySpec | None], wr
         if spec is None:
             continue
         itemsize = spec.dtype.itemsize
+        steps = zip(spec.shape, spec.strides, strict=True)
+        if spec.device is not None and any(stride % itemsize for extent, stride in steps if extent > 1):
+            raise ValueError(
+                f"{label}: has strides {spec.strides}; multiples of its element size, {itemsize}, are needed"
+            )
         if spec.offset % itemsize:
             raise ValueError(
                 f"{label}: starts {spec.offset % itemsize} bytes past a multiple of its element size, {itemsize}; "
@@ -318,7 +323,10 @@ def check_placement(labels: Sequence[str], specs: Sequence[ArraySpec | None], wr
         if spec.read_only:
             raise ValueError(f"{label}: is read-only; a writable array is needed")
         if _overlaps_itself(spec):
-            raise ValueError(f"{label}: strides {spec.strides} make its elements overlap each other")
+            raise ValueError(
+                f"{label}: strides {spec.strides} make its elements overlap each other, or lie between each other; "
+                "rows that follow one another are needed"
+            )
 
 
 class Pair(NamedTuple):

@@ -9,6 +9,7 @@ import gc
 import importlib
 import os
 import sys
+import types
 import weakref
 from typing import Any
 
@@ -115,6 +116,21 @@ def test_tensors_given_as_out_are_written_in_place(torch: Any, device: str, dtyp
         np.testing.assert_allclose(torch.values(result).astype(float), wanted.astype(float), rtol=place, atol=1e-6)
     assert not buffer[:, :50].any()
     assert not buffer[:, 550:].any()
+
+
+@pytest.mark.parametrize("device", BOTH_DEVICES)
+def test_autograd_knows_of_what_is_written(torch: Any, device: str) -> None:
+    """What a tensor given as out held before is needed for a gradient: PyTorch says so, as after its own operations."""
+    library = pytest.importorskip("torch")
+    factor = torch.array(np.ones((2, 4), np.float32)).requires_grad_()
+    y = torch.array(np.ones((2, 4), np.float32))
+    total = (factor * y).sum()
+    cupynorm.rmsnorm_forward(torch.array(np.full((2, 4), 3, np.float32)), out=(y, None))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+    with library.inference_mode():  # such tensors have no count of what was written
+        y = torch.array(np.ones((2, 4), np.float32)).clone()
+    cupynorm.rmsnorm_forward(torch.array(np.full((2, 4), 3, np.float32)), out=(y, None))
 
 
 @pytest.mark.parametrize("device", BOTH_DEVICES)
@@ -270,6 +286,14 @@ def test_any_framework_with_dlpack(monkeypatch: Any, norm: str, versioned: bool)
     assert all(type(result) is Foreign for result in results)
     assert address(calls[0][1].x) == address(own.x)
     assert_same_bits(tuple(result.array for result in results), backward(norm, own))
+
+
+def test_arrays_while_another_thread_imports_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of that name is there, and has no ndarray yet."""
+    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
+    arrays.way_in.cache_clear()
+    test_any_framework_with_dlpack(monkeypatch, "rmsnorm", True)
+    arrays.way_in.cache_clear()
 
 
 def test_read_only_inputs_are_taken() -> None:

@@ -175,6 +175,7 @@ def test_plot(tmp_path: Path) -> None:
         (["--shape", "0x64"], ["--shape", "0x64", "at least 1"]),
         (["--shape", "-1x64"], ["--shape"]),
         (["--shape", "99999999x99999999"], ["--shape", "2^40"]),
+        (["--shape", "1x1073741825"], ["--shape", "1073741824"]),
         (["--dtype", "int32"], ["--dtype", "int32", "bfloat16"]),
         (["--w-dtype", "double"], ["--w-dtype", "double", "float64"]),
         (["--device", "tpu"], ["--device", "tpu", "cuda"]),
@@ -200,6 +201,13 @@ def test_bad_input_is_one_line_and_status_2(
     assert main_in_process(*ONE, *arguments) == 2
     assert_one_line_of_error(capsys, words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_of_threads_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CUPYNORM_NUM_THREADS", "many")
+    for command in (["--quick", "--device", "numpy"], ["info"]):
+        assert main_in_process(*command) == 2
+        assert_one_line_of_error(capsys, ["CUPYNORM_NUM_THREADS", "'many'"])
 
 
 def test_bench_needs_a_shape(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,14 @@ import pytest
 from helpers import DTYPES, NORMS
 
 from cupynorm.dlpack import contiguous_strides
-from cupynorm.problem import ArraySpec, NormProblem, backward_problem, forward_problem, out_sequence
+from cupynorm.problem import (
+    ArraySpec,
+    NormProblem,
+    backward_problem,
+    check_placement,
+    forward_problem,
+    out_sequence,
+)
 
 
 def spec(shape: tuple[int, ...], dtype: str = "float32", strides: tuple[int, ...] | None = None) -> ArraySpec:
@@ -187,3 +194,15 @@ def test_outputs_as_a_sequence() -> None:
     assert out_sequence(None, ("dx", "dw")) == (None, None)
     assert out_sequence([1, None], ("dx", "dw")) == (1, None)
     assert out_sequence((None, 2), ("dx", "dw")) == (None, 2)
+
+
+@pytest.mark.parametrize("strides", [(6, 4), (8, 6)])
+def test_elements_across_their_boundaries_are_no_devices(strides: tuple[int, int]) -> None:
+    """CuPy makes such views of bytes; the hardware cannot read them. NumPy can."""
+    float32 = np.dtype(np.float32)
+    on_host = ArraySpec((2, 2), strides, float32)
+    check_placement(["x"], [on_host], 1)
+    on_device = on_host._replace(device=0)
+    with pytest.raises(ValueError, match=r"x: has strides .* multiples of its element size, 4"):
+        check_placement(["x"], [on_device], 1)
+    check_placement(["x"], [on_device._replace(shape=(1, 1))], 1)

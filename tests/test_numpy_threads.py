@@ -1,0 +1,112 @@
+"""NumPy arrays: the threads that help a call, also where they cannot be had; none is at work once a call is over."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from gpu_record import ROOT
+
+import cupynorm
+from cupynorm import numpy_backend
+
+SHAPE = (4096, 1024)
+
+
+@pytest.fixture
+def own_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Four, of pools that no other test has."""
+    monkeypatch.setenv("CUPYNORM_NUM_THREADS", "4")
+    numpy_backend._pool.cache_clear()
+    yield
+    numpy_backend._pool.cache_clear()
+
+
+@pytest.mark.usefixtures("own_threads")
+@pytest.mark.parametrize("refused", [1, 2])
+def test_threads_that_cannot_be_started_are_not_missed(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
+    """The system refuses the first or the second: those there are do the work, and stop with the call."""
+    start, asked = threading.Thread.start, []
+
+    def start_some(thread: threading.Thread) -> None:
+        if thread.name.startswith("cupynorm"):
+            asked.append(thread)
+            if len(asked) == refused:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    x = np.random.default_rng(0).standard_normal(SHAPE, np.float32)
+    expected, _ = cupynorm.rmsnorm_forward(x)
+    numpy_backend._pool.cache_clear()
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    y = np.empty_like(x)
+    cupynorm.rmsnorm_forward(x, out=(y, None))
+    assert asked
+    np.testing.assert_array_equal(y, expected)
+    y[...] = 7
+    time.sleep(0.3)
+    assert (y == 7).all()
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_an_error_of_a_helper_is_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raised by the call, when all who work for it have stopped."""
+    caller, at_work = threading.current_thread(), threading.Event()
+    blocks = numpy_backend._Tiling.blocks
+
+    def blocks_of(tiling: numpy_backend._Tiling, chunk: int) -> Iterator[slice]:
+        if threading.current_thread() is caller:
+            at_work.wait(30)
+        else:
+            at_work.set()
+            raise MemoryError("no room")
+        return blocks(tiling, chunk)
+
+    monkeypatch.setattr(numpy_backend._Tiling, "blocks", blocks_of)
+    with pytest.raises(MemoryError, match="no room"):
+        cupynorm.rmsnorm_forward(np.ones(SHAPE, np.float32))
+
+
+@pytest.mark.parametrize("threads", ["1", "4"])
+@pytest.mark.parametrize("when", ["atexit", "in a thread that outlives the main one"])
+@pytest.mark.parametrize("before", ["", "cupynorm.rmsnorm_forward(x)"], ids=["first call", "later call"])
+def test_calls_while_the_interpreter_ends(when: str, before: str, threads: str) -> None:
+    code = f"""
+import atexit, threading, time
+import numpy as np
+import cupynorm
+
+x = np.ones({SHAPE}, np.float32)
+{before}
+
+def call(seconds=0.0):
+    time.sleep(seconds)
+    y, rstd = cupynorm.rmsnorm_forward(x)
+    print(float(y.min()), float(y.max()))
+
+if {when == "atexit"}:
+    atexit.register(call)
+else:
+    threading.Thread(target=call, args=(0.3,)).start()
+"""
+    environment = {"CUPYNORM_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    least, most = map(float, done.stdout.split())
+    assert 0.999 < least <= most <= 1
+
+
+@pytest.mark.parametrize("setting", ["abc", "0", "-1", "1.5", "9" * 5000])
+def test_a_number_of_threads_that_is_none(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    monkeypatch.setenv("CUPYNORM_NUM_THREADS", setting)
+    with pytest.raises(ValueError, match="CUPYNORM_NUM_THREADS") as raised:
+        cupynorm.rmsnorm_forward(np.ones(SHAPE, np.float32))
+    assert len(str(raised.value)) < 200
