@@ -11,7 +11,8 @@
 //                                                          half, where these do not divide a thread's
 //                                                          columns), 0: of NARROW_VECTOR elements, or for
 //                                                          ODD_ROWS (element.cuh)
-//   COLUMNS_PER_THREAD     PART_OF_WARP  1: a row takes a warp or less however many columns a thread has
+//   COLUMNS_PER_THREAD     PART_OF_WARP  the lanes of a row that takes a warp or less, however many
+//                                                          columns a thread has; 0: columns.cuh
 //   SHORT_ROWS  1: some block has fewer columns of a row than one of its warps would read
 //   WEIGHT_OFFSET  1: w + offset in place of w    PER_HEAD  1: one w for each head
 //   ADD_RESIDUAL   1: dresidual_out is added to dx  ACCUMULATE  1: dw and db are added to what is there

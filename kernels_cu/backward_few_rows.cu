@@ -95,7 +95,7 @@ private:
 template <bool kWholeThreads, int kOwnSums>
 __device__ Sums<Compute> sum_row(Sums<Compute>* all, const Sums<Compute> (&own)[kOwnSums], const FewRowsArguments& a) {
     __shared__ Sums<Compute> of_warps[kWarpsOfRow];
-    const int log2_lanes = kWholeWarps ? 5 : a.log2_lanes, lanes = 1 << log2_lanes, warps = kWholeWarps ? a.warps : 1;
+    const int lanes = kWholeWarps ? 32 : lanes_of(1 << a.log2_lanes), log2_lanes = log2_of(lanes), warps = kWholeWarps ? a.warps : 1;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & (lanes - 1);
     if constexpr (!kWholeWarps && kOwnSums == 1 && kVectors == 2) {
         if (lanes < 32) {  // the two vectors lie `lanes` lanes apart: a step more of the butterfly
@@ -118,8 +118,7 @@ __device__ Sums<Compute> sum_row(Sums<Compute>* all, const Sums<Compute> (&own)[
 #pragma unroll
             for (int k = 1; k < kVectors; ++k) sums.add(all[first + k * lanes + lane]);
         }
-        if (kWholeWarps || lanes == 32) sum_over_lanes<kLayerNorm, 32>(sums);
-        else sum_over_lanes<kLayerNorm>(sums, lanes);
+        sum_over_lanes<kLayerNorm>(sums, lanes);
     }
     if (warps == 1) return sums;
     if (lane == 0 && warp < warps) of_warps[warp] = sums;

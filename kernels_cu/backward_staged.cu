@@ -186,7 +186,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const Ring<kSourcesAhead> ring(places, state, share, a.stages, x_part.part_bytes + dy_part.part_bytes, a.rows, walk);
     const int64 first_row = walk.first + share.group;
     StatisticsAhead statistics;
-    statistics.lanes = minimum(a.group_threads, 32);
+    statistics.lanes = lanes_of(a.group_threads);
     ring.start<kFirstSteps>(walk, x_part, dy_part);
     statistics.load_next(a, first_row, walk.step, 0);
     const Exchange exchange(state, gang_state, share, a);

@@ -199,6 +199,18 @@ __device__ Sums<Compute> moments_of(const ThreadPart& part, const Columns& own, 
     return {sums.first, sum_of_all};
 }
 
+// 1 / sqrt(x), to less than a unit in the last place: an approximation and one step of Halley's, whose residual is known
+// to twice as many bits. __frsqrt_rn() also scales numbers near the ends of float32's range, by branches in every row (LayerNorm,
+// N=66560, 1 GB, 204.4 → 199.7 us); there the approximation stands, to two units.
+__device__ inline float32 root_of(float32 x) {
+    float32 root;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
+    const float32 square = __fmul_rn(root, root), rest = fused(root, root, -square);
+    const float32 residual = fused(-x, rest, fused(-x, square, 1.0f));
+    const float32 better = fused(fused(residual, 0.375f, 0.5f), __fmul_rn(root, residual), root);
+    return x > 1e-37f && x < 1e37f ? better : root;
+}
+
 // 1 / sqrt(mean_square + eps)
 struct RootOfMean {
     double eps;
@@ -208,6 +220,6 @@ struct RootOfMean {
         : eps(eps), in_double(sizeof(Compute) == 8 || (eps > 0 && eps < 1e-37) || eps > 1e37) {}  // no float32
     __device__ Compute reciprocal(Compute mean_square) const {
         if (in_double) return Compute(1) / Compute(sqrt(double(mean_square) + eps));
-        return Compute(__frsqrt_rn(float(mean_square) + float(eps)));
+        return Compute(root_of(float(mean_square) + float(eps)));
     }
 };

@@ -83,7 +83,7 @@ template <class Exchange> struct RowMoments {
 
     __device__ RowStatistics of_row(int j, const Sums<Compute>& posted) const {
         Compute sum = posted.second, squares = posted.first;
-        if (exchange.entries > 1) {
+        if (!kOneWarp && exchange.entries > 1) {
             const Sums<Compute>* const entries = exchange.wait(j);
             const auto entry = [&](int i) {
                 const Sums<Compute> read = entries[minimum(i * kLanes + int(threadIdx.x % kLanes), exchange.entries - 1)];

@@ -15,15 +15,8 @@ template <class C> struct alignas(2 * sizeof(C)) Sums {
     }
 };
 
-// Butterfly over `lanes` (a power of two, at most 32) neighbours: every lane gets the same bits, because each step adds
+// Butterfly over kLanes (a power of two, at most 32) neighbours: every lane gets the same bits, because each step adds
 // the same two numbers on both sides.
-template <bool kBoth, class C> __device__ void sum_over_lanes(Sums<C>& sums, int lanes) {
-    for (int distance = lanes / 2; distance > 0; distance /= 2) {
-        sums.first += __shfl_xor_sync(0xffffffffu, sums.first, distance);
-        if constexpr (kBoth) sums.second += __shfl_xor_sync(0xffffffffu, sums.second, distance);
-    }
-}
-
 template <bool kBoth, int kLanes, class C> __device__ void sum_over_lanes(Sums<C>& sums) {
     if constexpr (kBoth && kLanes == 32) {
         // Half of the lanes go on with one sum each: fewer exchanges than for both.
@@ -40,6 +33,18 @@ template <bool kBoth, int kLanes, class C> __device__ void sum_over_lanes(Sums<C
             sums.first += __shfl_xor_sync(0xffffffffu, sums.first, distance);
             if constexpr (kBoth) sums.second += __shfl_xor_sync(0xffffffffu, sums.second, distance);
         }
+    }
+}
+
+// The same, of lanes known when the kernel runs. Each number has its own code: in a loop a step took twice as long (LayerNorm
+// forward, N=129, 1 GB, 236 → 212 us).
+template <bool kBoth, class C> __device__ void sum_over_lanes(Sums<C>& sums, int lanes) {
+    switch (lanes) {
+        case 32: sum_over_lanes<kBoth, 32>(sums); break;
+        case 16: sum_over_lanes<kBoth, 16>(sums); break;
+        case 8: sum_over_lanes<kBoth, 8>(sums); break;
+        case 4: sum_over_lanes<kBoth, 4>(sums); break;
+        case 2: sum_over_lanes<kBoth, 2>(sums);
     }
 }
 

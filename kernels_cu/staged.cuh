@@ -45,6 +45,10 @@ constexpr int kCluster = CLUSTER;  // known when compiled: at N=65536 RMSNorm to
 constexpr bool kClustered = kCluster > 1, kGang = GANG;
 constexpr bool kSplitsRows = kClustered || kGang;  // over several blocks
 static_assert(!kGang || (kCluster == 1 && kWholeWarps && sizeof(Compute) == 4), "what gangs were made for");
+// Whether no row takes more than a warp. In single columns, where shared memory is small, several warps may share one with as few
+// columns a thread.
+constexpr bool kOneWarp = PART_OF_WARP || (VECTOR && !kWholeWarps);
+static_assert(!kOneWarp || !kSplitsRows, "a warp's rows lie in one block");
 static_assert(!ROW_GAPS || (!kWholeWarps && !kSplitsRows), "of longer rows in vectors a block has one, where there are gaps");
 // Whether there may be gaps between a block's rows. Off 16 bytes in whole warps in any case: a warp's lanes all have the
 // same row, whose place in x and in dy takes no register for each column (152 registers at N=1001, 157 so).
@@ -470,13 +474,22 @@ template <bool kBoth> struct GroupSums {
     int lanes, warps, entries;  // in a warp, in this block, of a slot
 
     __device__ GroupSums(Sums<Compute>* slots, int group_threads)
-        : slots(slots), lanes(minimum(group_threads, 32)), warps((group_threads + 31) / 32), entries(warps * kCluster) {}
+        : slots(slots), lanes(lanes_of(group_threads)), warps(kOneWarp ? 1 : (group_threads + 31) / 32), entries(warps * kCluster) {}
 
     // Over the lanes of the warp that belong to the group.
     __device__ void sum_in_warp(Sums<Compute>& sums) const {
-        // With many columns the branch stays: over it, the compiler does not keep them unpacked.
-        if ((kWholeWarps && !kManyColumns) || lanes == 32) sum_over_lanes<kBoth, 32>(sums);
-        else sum_over_lanes<kBoth>(sums, lanes);
+        if constexpr (PART_OF_WARP) {
+            sum_over_lanes<kBoth, PART_OF_WARP>(sums);
+        } else if constexpr (!kWholeWarps) {
+            sum_over_lanes<kBoth>(sums, lanes);
+        } else if (!kManyColumns || lanes == 32) {
+            sum_over_lanes<kBoth, 32>(sums);
+        } else {
+            // A loop that never runs: over it, the compiler does not keep many columns unpacked.
+            for (int distance = lanes / 2; distance > 0; distance /= 2) {
+                sums.first += __shfl_xor_sync(0xffffffffu, sums.first, distance);
+            }
+        }
     }
 };
 

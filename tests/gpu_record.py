@@ -129,11 +129,14 @@ def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: first.get(key, whole.get(key)) for key in keys} | ({_GONE: gone} if gone else {})
 
 
-def made_good(record: dict[str, Any], later: dict[str, Any], nodeids: list[str]) -> dict[str, Any]:
+def made_good(
+    record: dict[str, Any], later: dict[str, Any], nodeids: list[str], failed_utc: str | None = None
+) -> dict[str, Any]:
     """The record with the test functions that failed in it as a later run found them, which it names.
 
     The later run is of the same sources and versions on such a device, of all cases of its functions among `nodeids`,
-    the tree's GPU tests; it skips nothing that the record did not skip.
+    the tree's GPU tests; it skips nothing that the record did not skip. `failed_utc`: when its parts with failures had
+    ended, if other parts ran after these.
     """
     functions = sorted({function_name(nodeid) for nodeid in record["failures"]})
     whole = sum(function_name(nodeid) in later["functions"] for nodeid in nodeids)
@@ -141,7 +144,7 @@ def made_good(record: dict[str, Any], later: dict[str, Any], nodeids: list[str])
     skips = later["skip_reasons"].items()
     if any(later.get(key) != value for key, value in record.items() if key not in _OF_RESULTS):
         raise ValueError("the later run is of another machine, versions or sources")
-    if later["date_utc"] <= record["date_utc"]:
+    if later["date_utc"] <= (failed_utc or record["date_utc"]):
         raise ValueError("the later run is not later")
     if not whole == later["collected"] == ran:
         raise ValueError(f"the later run has {ran} results of {later['collected']} tests, the tree has {whole}")
@@ -299,11 +302,13 @@ def main() -> None:
     parser.add_argument("--again", type=Path, metavar="LATER", help="a later run of the test functions that failed")
     parser.add_argument("--gone", action="store_true", help="leave out failures of cases that the tree no longer has")
     options = parser.parse_args()
-    record = together([json.loads(path.read_text()) for path in options.parts])
+    parts = [json.loads(path.read_text()) for path in options.parts]
+    record = together(parts)
     if options.gone:
         record = without_gone(record, collect_gpu_tests())
     if options.again:
-        record = made_good(record, json.loads(options.again.read_text()), collect_gpu_tests())
+        failed_utc = max((part["date_utc"] for part in parts if part["failures"]), default=None)
+        record = made_good(record, json.loads(options.again.read_text()), collect_gpu_tests(), failed_utc)
     print(json.dumps(record, indent=2))
 
 

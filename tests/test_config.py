@@ -83,6 +83,11 @@ def odd_way(chosen: config.BackwardConfig | config.ForwardConfig) -> int:
     return next((int(text[-1]) for text in chosen.definitions if text.startswith("ODD_ROWS=")), 0)
 
 
+def takes_part(definitions: tuple[str, ...]) -> bool:
+    """Whether kernels know the lanes of a row that takes a warp or less when they are compiled."""
+    return any(text.startswith("PART_OF_WARP=") for text in definitions)
+
+
 def team_threads(vector: bool, column_bytes: int) -> int:
     """kTeamThreads of staged.cuh, 1 where there are no teams. A team of several groups is whole, or the block."""
     if not vector or column_bytes < 128:
@@ -280,7 +285,7 @@ def test_short_rows_off_16_bytes_leave_few_lanes_without_a_column(name, columns,
         chosen = config.backward_config(problem, 2, DEVICES["sm_90"])
         assert (defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads) == (per_thread, lanes)
         usual = 8 if name == "float64" else 16
-        assert ("PART_OF_WARP=1" in chosen.definitions) == (per_thread != usual)
+        assert takes_part(chosen.definitions) == (per_thread != usual)
     mixed = config.backward_config(
         backward(columns, name, "float64" if name != "float64" else "float32"), 2, DEVICES["sm_90"]
     )
@@ -393,7 +398,7 @@ def test_blocks_of_several_rows_expect_the_gaps_between_them(name: str, x: str) 
                 continue
             several += 1
             per_thread = defined(chosen, "COLUMNS_PER_THREAD")
-            part = "PART_OF_WARP=1" in chosen.definitions
+            part = takes_part(chosen.definitions)
             whole_warps = not part and per_thread > config.common.columns_per_thread(x)
             copes = whole_warps if "VECTOR=0" in chosen.definitions else False
             assert copes or "ROW_GAPS=1" in chosen.definitions, (columns, gap, norm, chosen)
@@ -601,7 +606,7 @@ def test_odd_rows_come_in_pairs(name, which):
                 each, threads = defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads
                 splits.add((of_backward, each, threads, chosen.cluster if not direct else 1))
                 assert way == (3 if direct else odd.odd), (columns, gap, odd)
-                whole = each > 16 and "PART_OF_WARP=1" not in chosen.definitions
+                whole = each > 16 and not takes_part(chosen.definitions)
                 lanes, warps, last_pairs = min(threads, 32), max(1, threads // 32), 3 if whole else 2
                 slab = columns if direct else chosen.slab_columns
                 for first in range(0, columns, slab):
@@ -1033,7 +1038,7 @@ def test_no_warp_reads_single_columns_that_are_not_there(device, x, dy):
     for columns, norm in product(lengths, ("rmsnorm", "layernorm")):
         chosen = config.backward_config(backward(columns, x, dy, norm=norm), 2, device)
         per_thread = chosen.per_thread
-        part = "PART_OF_WARP=1" in chosen.definitions
+        part = takes_part(chosen.definitions)
         if (
             chosen.route == "staged"
             and per_thread > config.common.columns_per_thread(x)
@@ -1537,7 +1542,7 @@ def test_few_rows_fit_their_blocks(device, x, dy):
         wide = config.common.access_width(x, dy)
         vector = wide if chosen.per_thread % wide == 0 else wide // 2
         of_row = chosen.group_threads * chosen.per_thread // vector // own  # threads
-        whole_warps = chosen.per_thread > config.common.columns_per_thread(x) and "PART_OF_WARP=1" not in definitions
+        whole_warps = chosen.per_thread > config.common.columns_per_thread(x) and not takes_part(definitions)
         # Those of backward_staged.cu, in any case or where there are more rows (kHasBoth).
         in_turn = norm == "layernorm" and x in ("float16", "bfloat16") and chosen.per_thread in (24, 28)
         always = chosen.per_thread > 32 or (in_turn and whole_warps)
@@ -1651,7 +1656,7 @@ def test_few_rows_of_the_forward_pass_fit_their_blocks(device, x):
             assert ("forward_few_rows.cu", definitions) in compiled_for(device)
             assert not {"PACED=1", "ROW_GAPS=1", "DRAW_SHORT_ROWS=1"} & set(definitions)
             group, per_thread = chosen.group_threads, defined(chosen, "COLUMNS_PER_THREAD")
-            whole = per_thread > config.common.columns_per_thread(x) and "PART_OF_WARP=1" not in definitions
+            whole = per_thread > config.common.columns_per_thread(x) and not takes_part(definitions)
             of_block = 1 if whole else few.threads // group
             assert few.threads % 32 == 0
             assert few.threads == group if whole else few.threads <= 128
@@ -1853,9 +1858,7 @@ def test_forward_configs_hold_their_rows(device, x, alignment):
             assert chosen.groups == 1 or chosen.cluster == 1, at
             short = columns <= 32 * config.common.columns_per_thread(x)
             near = not vector and columns + gap <= config.common.MOST_COPIED_GAPS_LONG * columns
-            whole_warps = (
-                per_thread > config.common.columns_per_thread(x) and "PART_OF_WARP=1" not in chosen.definitions
-            )
+            whole_warps = per_thread > config.common.columns_per_thread(x) and not takes_part(chosen.definitions)
             asks_for_gaps = gap > 0 and chosen.cluster == 1 and (short or near) and not whole_warps
             assert ("ROW_GAPS=1" in chosen.definitions) == asks_for_gaps, at
             assert chosen.groups == 1 or gap == 0 or short or not vector, at
@@ -1882,7 +1885,7 @@ def test_b_in_shared_memory_and_the_ring_have_room(device, x, norm):
         if chosen.kernel != "forward_staged":
             continue
         per_thread, itemsize = defined(chosen, "COLUMNS_PER_THREAD"), DTYPES[x].itemsize
-        few = {"VECTOR=1", "CLUSTER=1"} <= set(chosen.definitions) and "PART_OF_WARP=1" not in chosen.definitions
+        few = {"VECTOR=1", "CLUSTER=1"} <= set(chosen.definitions) and not takes_part(chosen.definitions)
         shares = norm == "layernorm" and itemsize == 2 and few and 16 < per_thread <= 32
         shares &= device.compute_capability < (12, 0)
         b_bytes = chosen.threads * per_thread * 4 if shares else 0
@@ -1941,8 +1944,7 @@ def test_walks_and_drawn_steps_cover_all_rows(name):
         chosen = config.forward_config(problem, 16, DEVICES[name])
         assert (chosen.drawn_part > 0) == (columns < 16384), columns
         layernorm = config.forward_config(replace(problem, norm="layernorm"), 16, DEVICES[name])
-        least = 0 if DEVICES[name].has_slow_memory else 512
-        assert (layernorm.drawn_part > 0) == (least < columns < 32768), columns
+        assert (layernorm.drawn_part > 0) == (columns < 32768), columns
         for walkers, steps, more in product((1, 30, 528), (1, 15, 16, 17, 100, 1000), (-1, 0, 1)):
             rows = walkers * steps * chosen.groups + more
             own, walk_rows, drawn_steps = config.forward_steps(chosen, rows, walkers)
@@ -1970,7 +1972,7 @@ def test_steps_are_left_to_be_drawn_where_the_kernel_draws(norm, name, device):
         chosen = config.forward_config(problem, 16 if aligned else 2, device)
         definitions = dict(text.split("=") for text in chosen.definitions)
         per_thread = int(definitions["COLUMNS_PER_THREAD"])
-        whole_warps = "PART_OF_WARP" not in definitions and per_thread > (8 if name == "float64" else 16)
+        whole_warps = not takes_part(chosen.definitions) and per_thread > (8 if name == "float64" else 16)
         staged = chosen.kernel == "forward_staged" and definitions["CLUSTER"] == "1"
         draws = whole_warps or norm == "rmsnorm" or "DRAW_SHORT_ROWS" in definitions
         assert (chosen.drawn_part > 0) == (staged and draws), (columns, aligned)
@@ -2421,7 +2423,9 @@ def test_pace_is_kept_where_the_kernel_is_compiled_to(norm, name, device):
             assert "PACED=1" in chosen.definitions, (columns, aligned)
             gang = "GANG=1" in chosen.definitions
             assert "VECTOR=1" in chosen.definitions or odd_way(chosen) or gang, (columns, aligned)
-            part = norm == "layernorm" and {"COLUMNS_PER_THREAD=24", "PART_OF_WARP=1"} <= set(chosen.definitions)
+            part = (
+                norm == "layernorm" and "COLUMNS_PER_THREAD=24" in chosen.definitions and takes_part(chosen.definitions)
+            )
             slow = device.has_slow_memory and DTYPES[name].itemsize == 2 and not gang
             usual = config.backward.SLOW_PACE_LEAST_STEPS if slow else config.backward.PACE_LEAST_STEPS[norm]
             least = 48 if part else usual
@@ -2651,7 +2655,7 @@ def test_a_short_row_is_held_alike_with_gaps_between_rows(norm, name, device):
             one, other = (choose(problem, True, device) for problem in (together, apart))
             assert one.group_threads == other.group_threads, (columns, choose)
             assert defined(one, "COLUMNS_PER_THREAD") == defined(other, "COLUMNS_PER_THREAD"), (columns, choose)
-            assert ("PART_OF_WARP=1" in one.definitions) == ("PART_OF_WARP=1" in other.definitions), (columns, choose)
+            assert takes_part(one.definitions) == takes_part(other.definitions), (columns, choose)
 
 
 @pytest.mark.parametrize(
@@ -2864,12 +2868,14 @@ def test_where_memory_is_slow_walkers_are_few_and_column_blocks_many(columns, ro
 @pytest.mark.parametrize(
     ("norm", "columns", "x", "gap", "slow_part", "fast_part"),
     [
-        ("layernorm", 128, "bfloat16", 0, 1 / 2, None),
-        ("layernorm", 384, "bfloat16", 0, 1 / 2, None),
+        ("layernorm", 16, "bfloat16", 0, 1 / 2, None),
+        ("layernorm", 128, "bfloat16", 0, 1 / 2, 1 / 2),
+        ("layernorm", 512, "bfloat16", 0, 1 / 2, 1 / 2),
+        ("layernorm", 384, "bfloat16", 0, 1 / 2, 1 / 4),  # 24 columns
         ("layernorm", 128, "bfloat16", 8, 0, 0),
         ("layernorm", 40, "float32", 0, 1 / 2, None),
         ("layernorm", 48, "float32", 0, 1 / 2, 1 / 4),  # 24 columns a thread
-        ("layernorm", 64, "float32", 0, 1 / 2, 1 / 2),
+        ("layernorm", 64, "float32", 0, 1 / 2, 3 / 4),
         ("layernorm", 512, "float32", 0, 1 / 4, 1 / 4),  # alone on a multiprocessor
         ("layernorm", 512, "float32", 8, 0, 0),
         ("layernorm", 4096, "bfloat16", 0, 1 / 2, 1 / 2),
@@ -2884,20 +2890,60 @@ def test_where_memory_is_slow_walkers_are_few_and_column_blocks_many(columns, ro
         ("rmsnorm", 7168, "bfloat16", 0, 1 / 2, 3 / 4),
         ("rmsnorm", 7680, "bfloat16", 0, 1 / 4, 1 / 8),
         ("rmsnorm", 8192, "bfloat16", 0, 1 / 4, 3 / 8),
-        ("rmsnorm", 128, "bfloat16", 0, 1 / 2, 1 / 2),
+        ("rmsnorm", 128, "bfloat16", 0, 1 / 2, 3 / 4),
+        ("rmsnorm", 128, "float64", 0, 1 / 2, 1 / 2),
+        ("rmsnorm", 24, "bfloat16", 0, 1 / 2, 1 / 4),  # steps of 6 KB
+        ("rmsnorm", 129, "bfloat16", 0, 1 / 2, 1 / 4),  # of 4 KB
+        ("rmsnorm", 257, "float32", 0, 1 / 2, 3 / 4),  # of 8 KB
         ("rmsnorm", 32768, "bfloat16", 0, 0, 0),
     ],
 )
 def test_steps_that_are_drawn(norm, columns, x, gap, slow_part, fast_part):
     """Where memory is slow and fast; None: not by the same kernel, and nothing is drawn."""
     problem = replace(forward_of(backward(columns, x, x, 4069, norm)), x_row_stride=columns + gap)
-    slow, fast = (config.forward_config(problem, 16, DEVICES[name]) for name in ("sm_90_slow", "sm_90"))
+    alignment = 16 if columns % 8 == 0 else 2
+    slow, fast = (config.forward_config(problem, alignment, DEVICES[name]) for name in ("sm_90_slow", "sm_90"))
     alone = blocks_at_once(fast, DEVICES["sm_90"]) == 1
     assert (slow.drawn_part, slow.drawn_steps) == (slow_part, 10)
-    assert (fast.drawn_part, fast.drawn_steps) == (fast_part or 0, 16 if alone else 12)
+    assert (fast.drawn_part, fast.drawn_steps) == (fast_part or 0, 16 if alone or alignment < 16 else 12)
     short = norm == "layernorm" and columns <= 512 and not gap
     assert ("DRAW_SHORT_ROWS=1" in slow.definitions) == short
     assert ("DRAW_SHORT_ROWS=1" in fast.definitions) == (short and fast_part is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "per_thread", "lanes"),
+    [
+        *(("bfloat16", 16, 16, 1), ("bfloat16", 24, 16, 2), ("bfloat16", 32, 16, 2), ("bfloat16", 48, 24, 2)),
+        *(("bfloat16", 64, 16, 4), ("bfloat16", 128, 32, 4), ("bfloat16", 256, 32, 8), ("bfloat16", 512, 32, 16)),
+        *(("float32", 24, 16, 2), ("float32", 32, 16, 2), ("float32", 64, 32, 2), ("float32", 512, 16, 32)),
+    ],
+)
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_short_rows_of_vectors_in_the_forward_pass(norm, name, columns, per_thread, lanes):
+    """No lane has 32 columns of a row that none shares: lanes so far apart meet in the same banks."""
+    chosen = config.forward_config(forward_of(backward(columns, name, name, norm=norm)), 16, DEVICES["sm_90"])
+    assert (defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads) == (per_thread, lanes)
+    assert takes_part(chosen.definitions) == (per_thread != 16)
+    if takes_part(chosen.definitions):
+        assert defined(chosen, "PART_OF_WARP") == lanes
+
+
+@pytest.mark.parametrize("x", DTYPES)
+def test_kernels_that_know_the_lanes_of_a_row_have_as_many(x):
+    """kOneWarp of staged.cuh: and in vectors no row of as few columns a thread takes more than a warp."""
+    for device, columns, norm, alignment in product(DEVICES.values(), range(1, 530), ("rmsnorm", "layernorm"), (16, 2)):
+        problem = backward(columns, x, x, norm=norm)
+        for chosen in (
+            config.backward_config(problem, alignment, device),
+            config.forward_config(forward_of(problem), alignment, device),
+        ):
+            at = (device.compute_capability, columns, norm, alignment, chosen.definitions)
+            if takes_part(chosen.definitions):
+                assert defined(chosen, "PART_OF_WARP") == chosen.group_threads <= 32, at
+            elif "VECTOR=1" in chosen.definitions and any(text.startswith("CLUSTER=") for text in chosen.definitions):
+                few = defined(chosen, "COLUMNS_PER_THREAD") <= config.common.columns_per_thread(x)
+                assert not few or chosen.group_threads <= 32, at
 
 
 @pytest.mark.parametrize(("rows", "stages"), [(2000, 3), (4069, 4), (16384, 4), (40690, 2)])

@@ -241,6 +241,7 @@ def test_failures_of_cases_that_are_gone_are_named() -> None:
     for parts in ([{**without, "date_utc": "1"}, other], [other, {**without, "date_utc": "1"}]):
         assert together(parts)["failures_of_cases_gone"] == [gone]
     good = made_good({**without, "date_utc": "1"}, later, NODEIDS)
+    assert made_good({**without, "date_utc": "9"}, later, NODEIDS, failed_utc="1") == {**good, "date_utc": "9"}
     assert (problems(good, "d", NODEIDS), good["failures_of_cases_gone"]) == ([], [gone])
 
 

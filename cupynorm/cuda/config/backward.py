@@ -53,6 +53,7 @@ from .common import (
     of_choice,
     part_bytes,
     part_definitions,
+    part_lanes,
     place_bytes,
     reserved_definitions,
     reserved_of,
@@ -64,7 +65,6 @@ from .common import (
     staged_definitions,
     staged_static_bytes,
     staged_threads,
-    takes_part,
     vector_width,
 )
 from .walkers import takes_at_least, usual_clusters
@@ -319,7 +319,7 @@ def _direct(
     group: int,
     access: Access = SINGLE,
 ) -> BackwardConfig:
-    part, vector = takes_part(problem.x_dtype.name, (per_thread, group)), "VECTOR=1" in definitions
+    part, vector = part_lanes(problem.x_dtype.name, (per_thread, group)), "VECTOR=1" in definitions
     return BackwardConfig(
         route="direct",
         definitions=(*definitions, *direct_definitions(per_thread, threads, vector, part, access)),
@@ -332,7 +332,7 @@ def _direct(
 
 
 def direct_definitions(
-    per_thread: int, threads: int, vector: bool, part: bool = False, access: Access = SINGLE
+    per_thread: int, threads: int, vector: bool, part: int = 0, access: Access = SINGLE
 ) -> tuple[str, ...]:
     max_threads = next(most for most in DIRECT_MAX_THREADS[vector] if threads <= most)
     of_block = f"COLUMNS_PER_THREAD={per_thread}", f"MAX_THREADS={max_threads}"
@@ -443,7 +443,7 @@ def _leaves_to_gangs(cluster: int, slab_bytes: int, device: Device) -> bool:
 
 def gang_definitions(access: Access, off_lines: bool) -> tuple[str, ...]:
     of_block = GANG_COLUMNS_PER_THREAD, 1
-    staged = staged_definitions(*of_block, part=False, paced=True, access=access, off_lines=off_lines)
+    staged = staged_definitions(*of_block, part=0, paced=True, access=access, off_lines=off_lines)
     return (*staged, "GANG=1")
 
 
@@ -527,7 +527,7 @@ def _staged_config(
         wanted_bytes = _ring_bytes(kind, per_thread, cluster, groups, blocks, keeps_pace)
         least = STAGED_LEAST_STAGES + _takes_a_stage_more(split, device)
         stages = min(stages, max(least, wanted_bytes // (blocks * step_bytes)))
-        part = takes_part(name, (per_thread, group))
+        part = part_lanes(name, (per_thread, group))
         least_columns = problem.columns - (cluster - 1) * slab
         short = not part and access not in ODD and has_short_rows(name, vector, per_thread, least_columns)
         access = odd if access in ODD else access

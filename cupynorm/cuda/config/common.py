@@ -434,10 +434,15 @@ def of_choice(parts: PartLanes, choice: Choice, device: Device) -> PartLanes:
 
 
 def takes_part(x: str, held: tuple[int, int]) -> bool:
-    """Whether kernels would not expect so many columns a thread for so few lanes: PART_OF_WARP of columns.cuh."""
+    """Whether kernels would not expect so many columns a thread for so few lanes."""
     per_thread, group = held
     usual = columns_per_thread(x)
     return per_thread < usual or (group < WARP and per_thread > usual)
+
+
+def part_lanes(x: str, held: tuple[int, int]) -> int:
+    """PART_OF_WARP of columns.cuh: the lanes that share a row, where kernels would expect more; else 0."""
+    return held[1] if takes_part(x, held) else 0
 
 
 def has_whole_warps(x: str, held: tuple[int, int]) -> bool:
@@ -502,7 +507,7 @@ def triad_definitions(x_name: str, streaming: bool) -> tuple[str, ...]:
 def staged_definitions(
     per_thread: int,
     cluster: int,
-    part: bool,
+    part: int,
     paced: bool,
     short: bool = False,
     gaps: bool = False,
@@ -529,8 +534,9 @@ def for_dx_alone(definitions: tuple[str, ...], paced: bool) -> tuple[str, ...]:
     return (*kept, DX_ALONE)
 
 
-def part_definitions(part: bool) -> tuple[str, ...]:
-    return ("PART_OF_WARP=1",) if part else ()
+def part_definitions(part: int) -> tuple[str, ...]:
+    """`part` is what part_lanes() found."""
+    return (f"PART_OF_WARP={part}",) if part else ()
 
 
 def reserved_definitions(

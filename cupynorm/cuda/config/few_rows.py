@@ -97,9 +97,10 @@ def few_rows_definitions_of(definitions: tuple[str, ...], own: int) -> tuple[str
 
 def few_rows_vectors(definitions: tuple[str, ...]) -> set[int]:
     """Those that a thread may have, where backward_staged.cu has these definitions."""
-    usual = columns_of(definitions) <= columns_per_thread(_types(definitions)[0])
-    groups = [1 << power for power in range(6 if usual else 5)]  # that share a warp
-    if not usual and "PART_OF_WARP=1" not in definitions:
+    groups = [int(text.partition("=")[2]) for text in definitions if text.startswith("PART_OF_WARP=")]
+    if not groups and columns_of(definitions) <= columns_per_thread(_types(definitions)[0]):
+        groups = [1 << power for power in range(6)]  # that share a warp
+    elif not groups:
         groups = list(range(WARP, STAGED_MAX_THREADS + 1, WARP))
     found = (_split_of(definitions, group) for group in groups)
     return {split.own for split in found if split}

@@ -43,6 +43,7 @@ from .common import (
     of_choice,
     part_bytes,
     part_definitions,
+    part_lanes,
     reserved_definitions,
     reserved_of,
     rows_share_copies,
@@ -59,9 +60,11 @@ from .common import (
 from .walkers import takes_at_least, usual_clusters
 
 # In vectors or off 16 bytes, by bytes of x's type. In vectors, 1 GB, LayerNorm: N=384 223 → 185 us, N=192 255 →
-# 183; with 32, N=256 194 → 177, but 512 177 → 185.
+# 183; with 32, N=256 194 → 177, and since such rows draw 512 179 → 171. Not one lane, nor two with 32, as lanes so far
+# apart meet in the same banks of shared memory (N=32 239 → 177, RMSNorm 236 → 171, float32 386 → 183, 342 → 176; 24
+# 232 → 204, 223 → 181; 64, 67 MB, 23.4 → 22.5, 22.8 → 21.1).
 FORWARD_PART_OF_WARP_LANES: dict[bool, dict[int, PartLanes]] = {
-    True: {2: {24: (1, 16), 28: (8, 16), 32: (1, 8), 40: (4, 8)}, 4: {24: (1, 16), 32: (1, 8)}},
+    True: {2: {24: (2, 16), 28: (8, 16), 32: (4, 16), 40: (4, 8)}, 4: {24: (2, 16), 32: (2, 8)}},
     False: {4: {12: (8, 32), 20: (16, 16)}},
 }
 
@@ -100,10 +103,21 @@ FORWARD_STAGED_LEAST_STAGES, FORWARD_STAGED_MORE_STAGES, FORWARD_SHORT_STEPS = 2
 FORWARD_MORE_STAGES_COLUMNS, FORWARD_MORE_STAGES_PART_COLUMNS = (36, 40, 64), (24, 28)
 FORWARD_MORE_STAGES_CLUSTER_COLUMNS, FORWARD_MORE_STAGES_BLOCK_COLUMNS = (36, 40, 48), 36
 
-# Where each walker has many steps, of all steps this part is drawn by whoever is done first, this one by blocks alone
-# on their multiprocessor, and this one of short rows (1 GB, RMSNorm, 4096, with none and a quarter: 171, 168 us; 256,
-# with none, a quarter and a half: 182, 174, 172).
-DRAWN_PARTS, DRAWN_PART_SHORT = (1 / 4, 1 / 8), 1 / 2
+# Where each walker has many steps, of all steps this part is drawn by whoever is done first, and this one by blocks
+# alone on their multiprocessor (1 GB, RMSNorm, 4096, with none and a quarter: 171, 168 us).
+DRAWN_PARTS = 1 / 4, 1 / 8
+
+# And this one of rows of a warp or less, where memory is fast, of 16-bit types and of float32, whose steps take about
+# as long for both norms (667 MB, RMSNorm, with 1/4, 1/2 and 3/4: 128 167.2, 166.1, 164.6 us, float32 171.1, 169.5,
+# 167.5; LayerNorm 167.9, 170.0, 171.2, float32 174.2, 171.1, 168.7, 256 168.7, 169.6, 169.3, 448 169.0, 166.8, 166.1);
+# less of steps of up to so many bytes, as blocks off 16 bytes have (RMSNorm, 129 186.2, 194.2, 202.1, 260 174.4, 184.0,
+# 193.5, 24 176.3, 180.7, 184.5; but of 8 KB, float32, 257, 177.2, 173.1, 169.7).
+DRAWN_PARTS_SHORT: dict[int, dict[str, float]] = {
+    2: {"rmsnorm": 3 / 4, "layernorm": 1 / 2},
+    4: {"rmsnorm": 3 / 4, "layernorm": 3 / 4},
+    8: {"rmsnorm": 1 / 2, "layernorm": 1 / 2},
+}
+SMALL_STEP_BYTES, DRAWN_PART_SMALL_STEPS = 6 << 10, 1 / 4
 
 # More where _draws_more() says so (1 GB, RMSNorm, 1280, with 1/4, 1/2 and 3/4: 165.2, 164.0, 163.0 us; but with 24
 # columns, 768, with 1/4 and 1/2: 167.7, 170.9).
@@ -123,14 +137,15 @@ SLOW_APART_DRAWN_PARTS: tuple[tuple[int, float], ...] = ((2 << 10, 1 / 8), (3 <<
 DRAWN_LEAST_STEPS = 12, 16
 
 # Where memory is slow more, and in shorter launches (an H100, 100 MB, RMSNorm, 1024: 28.4 → 27.6 us).
-SLOW_DRAWN_PARTS, SLOW_DRAWN_LEAST_STEPS = (1 / 2, 1 / 4), 10
+SLOW_DRAWN_PARTS, SLOW_DRAWN_PART_SHORT, SLOW_DRAWN_LEAST_STEPS = (1 / 2, 1 / 4), 1 / 2, 10
 
-# There LayerNorm's rows of a warp or less draw, too, by kernels of their own (an H100, 1 GB, N=128: 248.3 → 233.8 us;
-# with 92 multiprocessors, as where memory is fast: 172.5 → 188.2).
+# LayerNorm's rows of a warp or less draw by kernels of their own, in vectors (an H100, 1 GB, N=128: 248.3 → 233.8 us;
+# off 16 bytes an H200 lost: 667 MB, 129 197.9 → 205.5, 100 206 → 224).
 DRAW_SHORT_ROWS_MOST_ITEMSIZE = 4
 
-# Where memory is fast only in float32, from so many columns on (1 GB, 512: 178.4 → 169.3 us, 24: 258.9 → 275.8).
-FAST_DRAW_SHORT_ROWS_LEAST_COLUMNS = {4: 48}
+# Where memory is fast from so many columns on, by bytes of x's type (667 MB, 256 176.2 → 169.2 us, 384 175.1 → 167.0,
+# 448 177.3 → 166.8, 128 174.7 → 169.6; float32, 1 GB, 512 178.4 → 169.3, 24: 258.9 → 275.8).
+FAST_DRAW_SHORT_ROWS_LEAST_COLUMNS = {2: 24, 4: 48}
 
 # Pace, in clusters, in quarters of a step, by whether memory is slow; with 64 columns a thread by blocks of a cluster,
 # too (1 GB, RMSNorm, 131072, with three, five and six: 172.6, 166.7, 167.1 us; an H100, 32768, with ten, eight and six:
@@ -289,12 +304,13 @@ def _draws_more(problem: NormProblem, vector: int, held: tuple[int, int]) -> boo
 
 
 def _drawn_part(
-    problem: NormProblem, vector: int, held: tuple[int, int], alone: bool, apart: bool, device: Device
+    problem: NormProblem, vector: int, held: tuple[int, int], groups: int, alone: bool, apart: bool, device: Device
 ) -> float:
-    """Of all steps, where a kernel draws. `alone`: one block on a multiprocessor; `apart`: rows lie apart."""
+    """Of all steps, of `groups` rows each, where a kernel draws. `alone`: one block on a multiprocessor; `apart`: rows
+    lie apart."""
     slow, norm = device.has_slow_memory, problem.norm
     if not (has_whole_warps(problem.x_dtype.name, held) or alone or held[0] == 24):
-        part = DRAWN_PART_SHORT
+        part = _drawn_part_short(problem, groups, device)
     elif slow:
         part = SLOW_DRAWN_PARTS[alone]
     else:
@@ -302,6 +318,15 @@ def _drawn_part(
     row_bytes, limits = problem.columns * problem.x_dtype.itemsize, APART_DRAWN_PARTS[norm]
     most = (most for below, most in (SLOW_APART_DRAWN_PARTS if slow else limits) if apart and row_bytes < below)
     return min([part, *most])
+
+
+def _drawn_part_short(problem: NormProblem, groups: int, device: Device) -> float:
+    itemsize = problem.x_dtype.itemsize
+    if device.has_slow_memory:
+        return SLOW_DRAWN_PART_SHORT
+    if groups * problem.columns * itemsize <= SMALL_STEP_BYTES:
+        return DRAWN_PART_SMALL_STEPS
+    return DRAWN_PARTS_SHORT[itemsize][problem.norm]
 
 
 def forward_keeps_pace(
@@ -377,7 +402,7 @@ def forward_config(
         parts = forward_part_of_warp_lanes(x, vector > 1, access, choice, device)
         held = short_row(x, problem.columns, parts, access)
         access = ODD_BY_ELEMENT if access in ODD else access
-        definitions = (*definitions, *direct_forward_definitions(held[0], takes_part(x, held), access))
+        definitions = (*definitions, *direct_forward_definitions(held[0], part_lanes(x, held), access))
         return ForwardConfig("forward.cu", "forward_direct", definitions, SMALL_BLOCK, held[1])
     threads = in_whole_warps(divide_up(problem.columns, per_thread))
     if threads <= forward_max_threads(vector > 1):
@@ -395,7 +420,7 @@ def forward_config(
     )
 
 
-def direct_forward_definitions(per_thread: int, part: bool = False, access: Access = SINGLE) -> tuple[str, ...]:
+def direct_forward_definitions(per_thread: int, part: int = 0, access: Access = SINGLE) -> tuple[str, ...]:
     return f"COLUMNS_PER_THREAD={per_thread}", *part_definitions(part), *access.definitions
 
 
@@ -460,7 +485,7 @@ def _forward_staged(
                 filled = slab / (per_thread * group)
                 paced = forward_keeps_pace(problem.norm, name, held, cluster, vector > 1, filled, device)
                 draws_short = _draws_short_rows(problem, vector, held, gaps, device)
-                part = takes_part(name, held)
+                part = part_lanes(name, held)
                 access = odd if access in ODD else access
                 staged = staged_definitions(
                     per_thread,
@@ -475,7 +500,7 @@ def _forward_staged(
                 least_drawn = DRAWN_LEAST_STEPS[blocks == 1 or vector == 1]
                 # kDraws of forward_staged.cu
                 draws = cluster == 1 and (has_whole_warps(name, held) or problem.norm == "rmsnorm" or draws_short)
-                drawn = _drawn_part(problem, vector, held, blocks == 1, not several, device) if draws else 0.0
+                drawn = _drawn_part(problem, vector, held, groups, blocks == 1, not several, device) if draws else 0.0
                 return ForwardConfig(
                     "forward_staged.cu",
                     "forward_staged",

@@ -88,8 +88,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             return (*backward_choice(kind, cluster, device), *filling)
 
         parts = part_of_warp_lanes(x, vector, SINGLE, choices(1, device), device)
-        for per_thread in parts:
-            direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, True))
+        for per_thread, lanes in _held(parts):
+            direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, lanes))
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
         short_of = functools.partial(has_short_rows, x, vector)
         leaves = functools.partial(may_leave_lines, x, dy, vector=vector, device=device)
@@ -98,9 +98,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         for access in accesses(x, dy, vector, device):
             parts = part_of_warp_lanes(x, vector, access, choices(1, device), device)
             summing += of_staged(parts, access, functools.partial(may_keep_pace, kind, access), short_of)
-            for per_thread in (columns_per_thread(x), *parts) if _may_be_direct(access) else ():
-                part = per_thread in parts
-                direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, part, access=access))
+            for per_thread, lanes in ((columns_per_thread(x), 0), *_held(parts)) if _may_be_direct(access) else ():
+                direct = (*definitions, *direct_definitions(per_thread, SMALL_BLOCK, vector, lanes, access=access))
                 yield Variant("backward_direct.cu", ("backward_direct",), direct)
         long_accesses = _long_accesses(x, dy, vector, device)
         for access, off_lines in product(long_accesses, (False, True) if vector else (False,)):
@@ -123,8 +122,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             yield Variant("forward_split.cu", ("forward_split_sums", "forward_split_apply"), split)
         choices = functools.partial(forward_choice, norm, x, vector)
         parts = forward_part_of_warp_lanes(x, vector, SINGLE, choices(1, device), device)
-        for per_thread in parts:
-            direct = (*definitions, *direct_forward_definitions(per_thread, True))
+        for per_thread, lanes in _held(parts):
+            direct = (*definitions, *direct_forward_definitions(per_thread, lanes))
             yield Variant("forward.cu", ("forward_direct",), direct)
 
         def paced(
@@ -144,16 +143,17 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
             leaves = functools.partial(may_leave_lines, x, x, vector=vector, device=device)
             of_rows = parts, access, paced, lambda *_: False
             many += _staged_variants("forward", definitions, x, device, choices, leaves, *of_rows)
-            for per_thread in (columns_per_thread(x), *parts) if access != SINGLE and _may_be_direct(access) else ():
-                direct = (*definitions, *direct_forward_definitions(per_thread, per_thread in parts, access))
+            may_be_direct = access != SINGLE and _may_be_direct(access)
+            for per_thread, lanes in ((columns_per_thread(x), 0), *_held(parts)) if may_be_direct else ():
+                direct = (*definitions, *direct_forward_definitions(per_thread, lanes, access))
                 yield Variant("forward.cu", ("forward_direct",), direct)
         yield from many
         of_few = {forward_few_rows_definitions(variant.definitions) for variant in many}
         for few in sorted(definitions for definitions in of_few if definitions):
             yield Variant("forward_few_rows.cu", ("forward_few_rows",), few)
         if device.has_large_shared_memory and may_draw_short_rows(norm, x, vector):
-            for per_thread, part in ((columns_per_thread(x), False), *((n, True) for n in parts)):
-                staged = staged_definitions(per_thread, 1, part, paced=False, draws=True)
+            for per_thread, lanes in ((columns_per_thread(x), 0), *_held(parts)):
+                staged = staged_definitions(per_thread, 1, lanes, paced=False, draws=True)
                 yield Variant("forward_staged.cu", ("forward_staged",), (*definitions, *staged))
     for x in sorted({compute_name(x) for x in FLOAT_NAMES}):
         yield Variant("widen_w.cu", ("widen_w",), widening_definitions(x))
@@ -177,6 +177,13 @@ def _lanes_between(least: int, most: int) -> Iterator[int]:
     while least <= most:
         yield least
         least *= 2
+
+
+def _held(parts: PartLanes) -> Iterator[tuple[int, int]]:
+    """Columns a thread, and how many lanes then share a row."""
+    for per_thread, ends in parts.items():
+        for lanes in _lanes_between(*ends):
+            yield per_thread, lanes
 
 
 def _threads_of(per_thread: int, choice: Choice, cluster: int) -> tuple[int, ...]:
@@ -217,11 +224,12 @@ def _staged_variants(
     if access in ODD:
         pairs = {(n, cluster) for n, cluster in pairs if cluster <= ODD_MOST_CLUSTER[direction]}
     pairs = pairs if has_long_rows(x, access) else set()
-    wholes = {(*pair, False) for pair in pairs | {(columns_per_thread(x), 1)}}
-    for per_thread, cluster, part in sorted(wholes | {(n, 1, True) for n in parts}):
-        warp_or_less = part or per_thread <= columns_per_thread(x)
+    wholes = {(*pair, 0) for pair in pairs | {(columns_per_thread(x), 1)}}
+    for per_thread, cluster, part in sorted(wholes | {(n, 1, lanes) for n, lanes in _held(parts)}):
+        warp_or_less = part > 0 or per_thread <= columns_per_thread(x)
         if warp_or_less:
-            lanes_of = dict.fromkeys(speeds, (*_lanes_between(*parts[per_thread]),) if part else (1, WARP))
+            lanes: tuple[int, ...] = (part,) if part else (1, WARP)
+            lanes_of = dict.fromkeys(speeds, lanes)
         else:
             lanes_of = {speed: _threads_of(per_thread, choice_of(cluster, speed), cluster) for speed in speeds}
         asked = [(*each, speed) for speed in speeds for each in product(lanes_of[speed], (0.0, 1.0))]
