@@ -351,6 +351,7 @@ def _in_parallel(work: Callable[[Iterator[int]], None], tiling: _Tiling, rooms: 
                 break
         run()
     finally:
+        unclaimed.clear()  # after an error some may be left
         helpers.dismiss()
     helpers.raise_what_they_raised()
 
