@@ -154,6 +154,13 @@ def _print_method(cuda: bool, measurements: Sequence[bench.Measurement]) -> None
 # --- info -------------------------------------------------------------------------------------------------
 
 
+def _threads_line() -> str:
+    try:
+        return f"{cli.host_threads()} threads for this process"
+    except cli.UsageError as error:
+        return str(error)
+
+
 def info(options: argparse.Namespace) -> int:
     """Versions, devices, where things lie."""
     lines = [
@@ -162,7 +169,7 @@ def info(options: argparse.Namespace) -> int:
         ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ("numpy", np.__version__),
         ("ml_dtypes", cli.version("ml_dtypes") or "not installed: no bfloat16 in NumPy arrays"),
-        ("CPU", f"{cli.host_threads()} threads for this process"),
+        ("CPU", _threads_line()),
         *_cuda_lines(),
     ]
     width = max(len(name) for name, _ in lines)

@@ -327,8 +327,12 @@ def tell_of_writing(targets: Sequence[Any]) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _way_to_tell(kind: type) -> Callable[[Any], None] | None:
-    of_torch = _framework(kind) == "torch"
-    return getattr(importlib.import_module("torch.autograd.graph"), "increment_version", None) if of_torch else None
+    if _framework(kind) != "torch":
+        return None
+    try:
+        return getattr(importlib.import_module("torch.autograd.graph"), "increment_version", None)
+    except ImportError:  # of an older PyTorch
+        return None
 
 
 # --- pieces -----------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import collections
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -243,11 +242,6 @@ def device_name(xp: Any = np) -> str:
     return str(name.decode() if isinstance(name, bytes) else name)
 
 
-def host_threads() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 # --- timing -----------------------------------------------------------------------------------------------
 
 
@@ -330,7 +324,7 @@ def _measure_triad(elements: int, dtype: np.dtype[Any], xp: Any, device: int | N
     x, dy = (_normal((elements,), dtype, 0.0, seed, xp) for seed in range(2))
     z = xp.empty_like(x)
     if xp is np:
-        with ThreadPoolExecutor(host_threads()) as pool:
+        with ThreadPoolExecutor(numpy_backend.threads()) as pool:
             seconds = min(time_call(add, np, repeats) for add in _host_triads(pool, x, dy, z))
     else:
         seconds = time_call(cuda_triad(xp, x, dy, z), xp, repeats)
@@ -341,7 +335,7 @@ def _host_triads(pool: ThreadPoolExecutor, x: Any, dy: Any, z: Any) -> Iterator[
     """On one thread and, where waking others may pay, on all."""
     yield lambda: np.add(x, dy, out=z)
     if x.nbytes >= 1 << 20:
-        parts = [np.array_split(array, host_threads()) for array in (x, dy, z)]
+        parts = [np.array_split(array, numpy_backend.threads()) for array in (x, dy, z)]
         yield lambda: collections.deque(pool.map(np.add, *parts), maxlen=0)
 
 

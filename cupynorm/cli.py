@@ -121,16 +121,15 @@ def plot_format(path: Path) -> str:
 def pick_device(wanted: str | None) -> tuple[Any, str]:
     """numpy or cupy, and the line that says which and why. Raises UsageError where `wanted` is not to be had."""
     here = f"cupynorm {cupynorm.__version__} on"
-    on_host = f"{here} NumPy arrays ({host_threads()} threads)"
     if wanted == "numpy":
-        return np, f"{on_host}, as asked."
+        return np, f"{here} NumPy arrays ({host_threads()} threads), as asked."
     cupy, reason = usable_cupy()
     if cupy is not None:
         major, minor = divmod(int(cupy.cuda.Device().compute_capability), 10)
         return cupy, f"{here} {bench.device_name(cupy)}, compute capability {major}.{minor}."
     if wanted == "cuda":
         raise UsageError(f"argument --device: no CUDA: {reason}")
-    return np, f"{on_host}; not on CUDA, because {reason}."
+    return np, f"{here} NumPy arrays ({host_threads()} threads); not on CUDA, because {reason}."
 
 
 def host_threads() -> int:

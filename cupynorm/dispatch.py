@@ -99,14 +99,14 @@ def run(operation: Operation, inputs: tuple[Any, ...], out: Any, *options: Any) 
     if targets and operands != plan.apart:
         plan.check_overlaps(operands)
     scope = plan.home.scope(plan.device)
-    if scope is None:
-        results = plan.run(operands, views, targets, give_back, waits)
-    else:
+    try:
+        if scope is None:
+            return plan.run(operands, views, targets, give_back, waits)
         with scope:
-            results = plan.run(operands, views, targets, give_back, waits)
-    if targets and give_back is not None:
-        tell_of_writing(targets)
-    return results
+            return plan.run(operands, views, targets, give_back, waits)
+    finally:
+        if targets and give_back is not None:
+            tell_of_writing(targets)
 
 
 @functools.lru_cache(maxsize=2048, typed=True)  # some 12 kB a plan; typed: 1 equals True, but is none

@@ -337,6 +337,9 @@ def _in_parallel(work: Callable[[Iterator[int]], None], tiling: _Tiling, rooms: 
             buffer_size = np.setbufsize(16) if tiling.columns >= 512 else None
             try:
                 work(claimed())
+            except BaseException:
+                unclaimed.clear()  # the others need do no more
+                raise
             finally:
                 if buffer_size is not None:
                     np.setbufsize(buffer_size)
@@ -351,7 +354,7 @@ def _in_parallel(work: Callable[[Iterator[int]], None], tiling: _Tiling, rooms: 
                 break
         run()
     finally:
-        unclaimed.clear()  # after an error some may be left
+        unclaimed.clear()  # interrupted, it may not have begun
         helpers.dismiss()
     helpers.raise_what_they_raised()
 
@@ -383,8 +386,17 @@ class _Helpers:
     def dismiss(self) -> None:
         with self._changed:
             self._work = None
-            self._changed.wait_for(lambda: not self._busy)
+            try:
+                self._changed.wait_for(lambda: not self._busy)
+            except BaseException:  # interrupted: not before they have stopped
+                self._changed.wait_for(lambda: not self._busy)
+                raise
 
     def raise_what_they_raised(self) -> None:
         if self._raised:
-            raise self._raised[0]
+            error = self._raised[0]
+            self._raised.clear()
+            try:
+                raise error
+            finally:
+                del self, error  # else its traceback would refer to what refers to it, and keep the arrays

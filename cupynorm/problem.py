@@ -309,7 +309,8 @@ def check_placement(labels: Sequence[str], specs: Sequence[ArraySpec | None], wr
             continue
         itemsize = spec.dtype.itemsize
         steps = zip(spec.shape, spec.strides, strict=True)
-        if spec.device is not None and any(stride % itemsize for extent, stride in steps if extent > 1):
+        across = any(stride % itemsize for extent, stride in steps if extent > 1)
+        if spec.device is not None and across and 0 not in spec.shape:
             raise ValueError(
                 f"{label}: has strides {spec.strides}; multiples of its element size, {itemsize}, are needed"
             )

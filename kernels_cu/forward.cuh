@@ -199,9 +199,9 @@ __device__ Sums<Compute> moments_of(const ThreadPart& part, const Columns& own, 
     return {sums.first, sum_of_all};
 }
 
-// 1 / sqrt(x), to less than a unit in the last place: an approximation and one step of Halley's, whose residual is known
-// to twice as many bits. __frsqrt_rn() also scales numbers near the ends of float32's range, by branches in every row (LayerNorm,
-// N=66560, 1 GB, 204.4 → 199.7 us); there the approximation stands, to two units.
+// 1 / sqrt(x), to half a unit in the last place and little more, above 1e30, where `rest` is flushed, to less than a unit: an
+// approximation and one step of Halley's. __frsqrt_rn() also scales numbers near the ends of float32's range, by branches in every
+// row (LayerNorm, N=66560, 1 GB, 204.4 → 199.8 us); there the approximation stands, to two units.
 __device__ inline float32 root_of(float32 x) {
     float32 root;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));

@@ -219,7 +219,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     wait_for_barriers();
     w_ahead.wait();
     ring.start_others<kFirstSteps>(walk, x_part);
-    // With pace, what one warp wrote into PaceState has been met by others by a barrier alone that orders nothing else.
+    // What thread 0 wrote into PaceState: the cluster's barrier orders no writes (as in backward_staged.cu).
     if constexpr (PACED && kClustered) __syncthreads();
     load_columns(as_loaded(w), w_ahead.source, a.w_code, [&](int i) { return loaded_column(own, i); });
     bias.settle();

@@ -54,7 +54,7 @@ static_assert(!ROW_GAPS || (!kWholeWarps && !kSplitsRows), "of longer rows in ve
 // same row, whose place in x and in dy takes no register for each column (152 registers at N=1001, 157 so).
 constexpr bool kHasGaps = ROW_GAPS || (!VECTOR && kWholeWarps && !kSplitsRows);
 constexpr int kMaxStages = 8;
-// Of a team: two warps where a thread has 32 or, forward, 64 columns; forward, where a row takes eight lanes or fewer, too (LayerNorm,
+// Of a team: two warps where a thread has 32 or, forward, 64 columns; forward, where a row takes part of a warp, too (LayerNorm,
 // N=128, 1 GB, 182.6 → 171.5 us). With 24, 28 and 40 a team's copies would be of 3 to 5 KB, which lost; so did four warps in
 // place of two. In the largest clusters, where the blocks wait for each other, a team is the block, but for rows that take nearly
 // all its memory.

@@ -36,7 +36,7 @@ OPTIONS = (
 # PTX that has an effect here, by what it begins with; $1, $2 are its operands, in the order in which they are written.
 MEANINGS = {
     "mov.f32 %0, %1": "$1 = $2;",
-    "rsqrt.approx.ftz.f32 %0, %1": "$1 = 1 / std::sqrt($2);",
+    "rsqrt.approx.ftz.f32 %0, %1": "$1 = 1.0000001f / std::sqrt($2);",
     "mov.f64 %0, %1": "$1 = $2;",
     "ld.global.f32 %0, [%1]": "$1 = *($2);",
     "ld.global.f64 %0, [%1]": "$1 = *($2);",

@@ -2921,7 +2921,7 @@ def test_steps_that_are_drawn(norm, columns, x, gap, slow_part, fast_part):
 )
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_short_rows_of_vectors_in_the_forward_pass(norm, name, columns, per_thread, lanes):
-    """No lane has 32 columns of a row that none shares: lanes so far apart meet in the same banks."""
+    """No fewer than four lanes have 32 columns of a row each, in float32 two: so far apart they would meet in banks."""
     chosen = config.forward_config(forward_of(backward(columns, name, name, norm=norm)), 16, DEVICES["sm_90"])
     assert (defined(chosen, "COLUMNS_PER_THREAD"), chosen.group_threads) == (per_thread, lanes)
     assert takes_part(chosen.definitions) == (per_thread != 16)
@@ -2932,10 +2932,13 @@ def test_short_rows_of_vectors_in_the_forward_pass(norm, name, columns, per_thre
 @pytest.mark.parametrize("x", DTYPES)
 def test_kernels_that_know_the_lanes_of_a_row_have_as_many(x):
     """kOneWarp of staged.cuh: and in vectors no row of as few columns a thread takes more than a warp."""
-    for device, columns, norm, alignment in product(DEVICES.values(), range(1, 530), ("rmsnorm", "layernorm"), (16, 2)):
+    lengths = (*range(1, 530), *range(536, 3000, 104), 4096, 12288, 40960, 262144)
+    for device, columns, norm, alignment in product(DEVICES.values(), lengths, ("rmsnorm", "layernorm"), (16, 2)):
         problem = backward(columns, x, x, norm=norm)
+        other = backward(columns, x, "float64" if x == "float32" else "float32", norm=norm)
         for chosen in (
             config.backward_config(problem, alignment, device),
+            config.backward_config(other, alignment, device),
             config.forward_config(forward_of(problem), alignment, device),
         ):
             at = (device.compute_capability, columns, norm, alignment, chosen.definitions)

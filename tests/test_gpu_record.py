@@ -242,6 +242,9 @@ def test_failures_of_cases_that_are_gone_are_named() -> None:
         assert together(parts)["failures_of_cases_gone"] == [gone]
     good = made_good({**without, "date_utc": "1"}, later, NODEIDS)
     assert made_good({**without, "date_utc": "9"}, later, NODEIDS, failed_utc="1") == {**good, "date_utc": "9"}
+    for failed_utc in ("2", "3"):
+        with pytest.raises(ValueError, match="is not later"):
+            made_good({**without, "date_utc": "9"}, later, NODEIDS, failed_utc)
     assert (problems(good, "d", NODEIDS), good["failures_of_cases_gone"]) == ([], [gone])
 
 

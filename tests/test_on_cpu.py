@@ -730,6 +730,21 @@ def test_constant_rows_of_wide_types_are_exact(wide: Wide, x: str) -> None:
     np.testing.assert_allclose(rstd, DEFAULT_EPS["layernorm"] ** -0.5, rtol=4 * np.finfo(x).eps)
 
 
+def test_roots_are_rounded_once(small_device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """root_of() of forward.cuh, from an approximation that is off by a unit (on_cpu.py): to half a unit and little more
+    up to 1e30, to less than a unit up to 1e37. Rows of one number and zeros, whose mean square is rounded once."""
+    without_kernels_for_few_rows(monkeypatch)
+    tensors = make_case(np, far("float32", 400, 64))
+    x = np.zeros_like(tensors.x)
+    x[:, 0] = 10.0 ** np.linspace(-17.4, 18.9, len(x))
+    tensors = on_device(small_device, replace(tensors, x=x))
+    rstd = run(small_device, cupynorm.rmsnorm_forward(tensors.x, eps=0.0), "forward_staged")[-1]
+    squares = (x[:, 0] * x[:, 0] / np.float32(64)).astype(np.float64)
+    errors = np.abs(rstd * np.sqrt(squares) - 1)
+    assert errors[squares < 1e30].max() < 1.02 * 2.0**-24
+    assert errors.max() < 2.0**-23
+
+
 @pytest.mark.parametrize("columns", [2304, 6144, 6152])
 def test_16_bit_rows_of_several_warps_lose_nothing_far_from_zero(
     small_device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, columns: int

@@ -205,4 +205,8 @@ def test_elements_across_their_boundaries_are_no_devices(strides: tuple[int, int
     on_device = on_host._replace(device=0)
     with pytest.raises(ValueError, match=r"x: has strides .* multiples of its element size, 4"):
         check_placement(["x"], [on_device], 1)
-    check_placement(["x"], [on_device._replace(shape=(1, 1))], 1)
+    with pytest.raises(ValueError, match="strides"):
+        check_placement(["x"], [on_device._replace(strides=(-6, 4))], 1)
+    check_placement(["x"], [on_device._replace(strides=(-8, 4))], 1)
+    for shape in ((1, 1), (0, 2), (2, 0)):
+        check_placement(["x"], [on_device._replace(shape=shape)], 1)

@@ -233,6 +233,5 @@ inline float __double2float_rz(double value) {
     const float nearest = float(value);
     return std::fabs(double(nearest)) > std::fabs(value) ? std::nextafterf(nearest, 0.0f) : nearest;
 }
-inline float __frsqrt_rn(float value) { return float(1 / std::sqrt(double(value))); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
