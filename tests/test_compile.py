@@ -53,24 +53,12 @@ class Allowed(NamedTuple):
 # Off 16 bytes, 16 columns a thread, 12.0, where a thread has 168 registers: norm, types of x and dy, whether db is
 # summed, whether for rows with gaps alone, bytes.
 SPILLS_OF_SINGLE_COLUMNS = (
-    (0, "float16", "float16", 1, True, 8),
-    (0, "float16", "bfloat16", 1, True, 8),
-    (0, "float16", "float64", 1, False, 44),
+    (0, "float16", "float16", 1, True, 16),
+    (0, "float16", "bfloat16", 1, True, 16),
+    (0, "float16", "float64", 1, False, 36),
     (0, "bfloat16", "float16", 1, True, 16),
-    (0, "bfloat16", "bfloat16", 0, True, 8),
-    (0, "bfloat16", "bfloat16", 1, True, 8),
-    (0, "bfloat16", "float64", 1, False, 44),
-    (1, "float16", "float16", 0, True, 8),
-    (1, "float16", "float16", 1, False, 28),
-    (1, "float16", "bfloat16", 1, False, 28),
-    (1, "float16", "float32", 1, False, 8),
-    (1, "float16", "float64", 1, False, 28),
-    (1, "bfloat16", "float16", 1, False, 28),
-    (1, "bfloat16", "bfloat16", 0, True, 8),
-    (1, "bfloat16", "bfloat16", 1, False, 28),
-    (1, "bfloat16", "float32", 1, False, 8),
-    (1, "bfloat16", "float64", 1, False, 28),
-    (1, "float32", "float32", 0, False, 8),
+    (0, "bfloat16", "bfloat16", 1, True, 16),
+    (0, "bfloat16", "float64", 1, False, 36),
 )
 ALLOWED_SPILLS = (
     *(
@@ -108,16 +96,28 @@ ALLOWED_SPILLS = (
     ),
     *(
         Allowed(
-            kernel,
+            "forward_staged",
             "sm_90",
-            (f"LAYER_NORM={norm}", f"X_TYPE={x}", "VECTOR=0", *others),
+            ("LAYER_NORM=0", f"X_TYPE={x}", "VECTOR=0", "COLUMNS_PER_THREAD=36", "CLUSTER=1", "NARROW_VECTOR=2"),
             8,
             "By the disassembly: a register, set before the first row and read once a row. Not timed.",
         )
         for x in ("float16", "bfloat16")
-        for kernel, norm, others in (
-            ("backward_staged", 1, ("WANT_DB=1", "COLUMNS_PER_THREAD=24", "PART_OF_WARP=1", "ODD_ROWS=1")),
-            ("forward_staged", 0, ("COLUMNS_PER_THREAD=36", "CLUSTER=1", "NARROW_VECTOR=2")),
+    ),
+    *(
+        Allowed(
+            "backward_staged",
+            "sm_90",
+            (
+                *(f"LAYER_NORM={norm}", "X_TYPE=float64", f"DY_TYPE={dy}", "VECTOR=1", "COLUMNS_PER_THREAD=8"),
+                *("CLUSTER=1", "PACED=1", *gaps),
+            ),
+            8,
+            "By the disassembly: an address, set before the first row and read after the last. Not timed.",
+        )
+        for norm, dy, gaps in (
+            *((0, dy, ()) for dy in ("float16", "bfloat16", "float32")),
+            (1, "float16", ("ROW_GAPS=1",)),
         )
     ),
     *(
@@ -159,13 +159,6 @@ ALLOWED_SPILLS = (
         )
         for x in ("float16", "bfloat16")
         for per_thread, cluster, odd, most in ((24, 16, 1, 8), (24, 8, 2, 8), (24, 16, 2, 48), (32, 16, 2, 8))
-    ),
-    Allowed(
-        "backward_staged",
-        "sm_100",
-        ("LAYER_NORM=1", "X_TYPE=float16", "COLUMNS_PER_THREAD=24", "PART_OF_WARP=1", "ROW_GAPS=1", "ODD_ROWS=3"),
-        8,
-        "By the disassembly: 16 bits, written at one of three places and read once a row. Not timed.",
     ),
     *(
         Allowed(
@@ -213,17 +206,34 @@ ALLOWED_SPILLS = (
         )
         for architecture in ("sm_75", "sm_80")
         for x, dy in (
-            *((x, dy) for x in ("float16", "bfloat16") for dy in ("float32", "float64")),
+            *((x, "float32") for x in ("float16", "bfloat16")),
+            *(("bfloat16", "float64") for _ in range(architecture == "sm_75")),
             *(("float32", dy) for dy in ("float16", "bfloat16", "float32")),
         )
     ),
     Allowed(
         "backward_direct",
+        "sm_75",
+        ("LAYER_NORM=0", "X_TYPE=float16", "DY_TYPE=float64", "VECTOR=1", "MAX_THREADS=512"),
+        12,
+        "By the disassembly: two of 128 registers, set before the first row, read once and twice a row. Not timed.",
+    ),
+    *(
+        Allowed(
+            "backward_direct",
+            "sm_80",
+            ("LAYER_NORM=0", f"X_TYPE={x}", "DY_TYPE=float64", "VECTOR=1", "MAX_THREADS=512"),
+            32,
+            "By the disassembly: an address, set before the first row and read after the last.",
+        )
+        for x in ("float16", "bfloat16")
+    ),
+    Allowed(
+        "backward_direct",
         "sm_80",
         ("LAYER_NORM=0", "X_TYPE=float32", "DY_TYPE=float64", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),
-        16,
-        "By the disassembly: four of 128 registers, set before the first row, of which three are read once a row. "
-        "Not timed.",
+        12,
+        "By the disassembly: two of 128 registers, set before the first row, read once and twice a row. Not timed.",
     ),
 )
 
