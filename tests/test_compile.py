@@ -60,6 +60,35 @@ SPILLS_OF_SINGLE_COLUMNS = (
     (0, "bfloat16", "bfloat16", 1, True, 16),
     (0, "bfloat16", "float64", 1, False, 36),
 )
+# In vectors, blocks of 512 threads, 7.5 and 8.0: bytes, why, and architecture, norm, types of x and dy.
+SPILLS_OF_LARGE_BLOCKS = (
+    (
+        8,
+        "two of 128 registers, set before the first row, one read once a row. Not timed",
+        (
+            ("sm_75", 0, "bfloat16", "float64"),
+            *(
+                (architecture, 0, x, dy)
+                for architecture in ("sm_75", "sm_80")
+                for x, dy in (
+                    *(("float16", "float32"), ("bfloat16", "float32")),
+                    *(("float32", dy) for dy in ("float16", "bfloat16", "float32")),
+                )
+            ),
+        ),
+    ),
+    (
+        12,
+        "two of 128 registers, set before the first row, read once and twice a row. Not timed",
+        (("sm_75", 0, "float16", "float64"), ("sm_80", 0, "float32", "float64")),
+    ),
+    (
+        32,
+        "an address, set before the first row and read after the last",
+        tuple(("sm_80", norm, x, dy) for norm, dy in ((1, "float32"), (0, "float64")) for x in ("float16", "bfloat16")),
+    ),
+)
+
 ALLOWED_SPILLS = (
     *(
         Allowed(
@@ -189,51 +218,13 @@ ALLOWED_SPILLS = (
     *(
         Allowed(
             "backward_direct",
-            "sm_80",
-            ("LAYER_NORM=1", f"X_TYPE={x}", "DY_TYPE=float32", "VECTOR=1", "MAX_THREADS=512"),
-            32,
-            "By the disassembly: an address, set before the first row and read after the last.",
-        )
-        for x in ("float16", "bfloat16")
-    ),
-    *(
-        Allowed(
-            "backward_direct",
             architecture,
-            ("LAYER_NORM=0", f"X_TYPE={x}", f"DY_TYPE={dy}", "VECTOR=1", "MAX_THREADS=512"),
-            8,
-            "By the disassembly: two of 128 registers, set before the first row, one read once a row. Not timed.",
+            (f"LAYER_NORM={norm}", f"X_TYPE={x}", f"DY_TYPE={dy}", "VECTOR=1", "MAX_THREADS=512"),
+            most,
+            f"By the disassembly: {why}.",
         )
-        for architecture in ("sm_75", "sm_80")
-        for x, dy in (
-            *((x, "float32") for x in ("float16", "bfloat16")),
-            *(("bfloat16", "float64") for _ in range(architecture == "sm_75")),
-            *(("float32", dy) for dy in ("float16", "bfloat16", "float32")),
-        )
-    ),
-    Allowed(
-        "backward_direct",
-        "sm_75",
-        ("LAYER_NORM=0", "X_TYPE=float16", "DY_TYPE=float64", "VECTOR=1", "MAX_THREADS=512"),
-        12,
-        "By the disassembly: two of 128 registers, set before the first row, read once and twice a row. Not timed.",
-    ),
-    *(
-        Allowed(
-            "backward_direct",
-            "sm_80",
-            ("LAYER_NORM=0", f"X_TYPE={x}", "DY_TYPE=float64", "VECTOR=1", "MAX_THREADS=512"),
-            32,
-            "By the disassembly: an address, set before the first row and read after the last.",
-        )
-        for x in ("float16", "bfloat16")
-    ),
-    Allowed(
-        "backward_direct",
-        "sm_80",
-        ("LAYER_NORM=0", "X_TYPE=float32", "DY_TYPE=float64", "WANT_DB=1", "VECTOR=1", "MAX_THREADS=512"),
-        12,
-        "By the disassembly: two of 128 registers, set before the first row, read once and twice a row. Not timed.",
+        for most, why, cases in SPILLS_OF_LARGE_BLOCKS
+        for architecture, norm, x, dy in cases
     ),
 )
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -30,11 +30,22 @@ def own_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     numpy_backend._pool.cache_clear()
 
 
+def before_blocks(monkeypatch: pytest.MonkeyPatch, ready: Callable[[bool], None]) -> None:
+    """Has everyone who works for this thread's calls say so before each chunk; True: this thread itself."""
+    caller, blocks = threading.current_thread(), numpy_backend._Tiling.blocks
+
+    def blocks_of(tiling: numpy_backend._Tiling, chunk: int) -> Iterator[slice]:
+        ready(threading.current_thread() is caller)
+        return blocks(tiling, chunk)
+
+    monkeypatch.setattr(numpy_backend._Tiling, "blocks", blocks_of)
+
+
 @pytest.mark.usefixtures("own_threads")
 @pytest.mark.parametrize("refused", [1, 2])
 def test_threads_that_cannot_be_started_are_not_missed(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
     """The system refuses the first or the second: those there are do the work, and stop with the call."""
-    start, asked = threading.Thread.start, []
+    start, asked, all_asked = threading.Thread.start, [], threading.Event()
 
     def start_some(thread: threading.Thread) -> None:
         if thread.name.startswith("cupynorm"):
@@ -47,9 +58,11 @@ def test_threads_that_cannot_be_started_are_not_missed(monkeypatch: pytest.Monke
     expected, _ = cupynorm.rmsnorm_forward(x)
     numpy_backend._pool.cache_clear()
     monkeypatch.setattr(threading.Thread, "start", start_some)
+    # A helper is at work until the caller has asked for all: one that is through would be asked again.
+    before_blocks(monkeypatch, lambda is_caller: all_asked.set() if is_caller else all_asked.wait(30) and None)
     y = np.empty_like(x)
     cupynorm.rmsnorm_forward(x, out=(y, None))
-    assert asked
+    assert len(asked) == refused
     np.testing.assert_array_equal(y, expected)
     y[...] = 7
     time.sleep(0.3)
@@ -59,19 +72,17 @@ def test_threads_that_cannot_be_started_are_not_missed(monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("own_threads")
 def test_an_error_of_a_helper_is_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raised by the call, when all who work for it have stopped; no array lives longer for it."""
-    caller, at_work = threading.current_thread(), threading.Event()
-    blocks = numpy_backend._Tiling.blocks
+    at_work = threading.Event()
     x, y = np.ones(SHAPE, np.float32), np.empty(SHAPE, np.float32)
 
-    def blocks_of(tiling: numpy_backend._Tiling, chunk: int) -> Iterator[slice]:
-        if threading.current_thread() is caller:
+    def fail(is_caller: bool) -> None:
+        if is_caller:
             at_work.wait(30)
         else:
             at_work.set()
             raise MemoryError("no room")
-        return blocks(tiling, chunk)
 
-    monkeypatch.setattr(numpy_backend._Tiling, "blocks", blocks_of)
+    before_blocks(monkeypatch, fail)
     gc.disable()
     try:
         with pytest.raises(MemoryError, match="no room"):
