@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .arrays import Array, Layout, home_of, mixed_devices, tell_of_writing, way_in
+from .arrays import Layout, WayBack, home_of, mixed_devices, tell_of_writing, way_in
 from .dlpack import contiguous_strides
 from .problem import (
     START_BYTES_COUNT,
@@ -87,7 +87,7 @@ def run(operation: Operation, inputs: tuple[Any, ...], out: Any, *options: Any) 
         targets = out_sequence(out, operation.returned(options[0]))
     arrays = inputs + targets
     look = way_in(type(inputs[0]))  # type: ignore[arg-type]  # types are hashable
-    layouts, operands, views, give_back, waits = look(arrays, operation.labels, len(inputs))
+    layouts, operands, views, way_back = look(arrays, operation.labels, len(inputs))
     try:
         plan = plan_of(operation, layouts, *options)
     except TypeError as error:
@@ -101,11 +101,11 @@ def run(operation: Operation, inputs: tuple[Any, ...], out: Any, *options: Any) 
     scope = plan.home.scope(plan.device)
     try:
         if scope is None:
-            return plan.run(operands, views, targets, give_back, waits)
+            return plan.run(operands, views, targets, way_back)
         with scope:
-            return plan.run(operands, views, targets, give_back, waits)
+            return plan.run(operands, views, targets, way_back)
     finally:
-        if targets and give_back is not None:
+        if targets and way_back is not None:
             tell_of_writing(targets)
 
 
@@ -139,7 +139,7 @@ def plan_of(operation: Operation, layouts: tuple[Layout | None, ...], *options: 
 def _spec_of(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: Any, *others: Any) -> ArraySpec:
     if strides is None:
         strides = contiguous_strides(shape, dtype.itemsize)
-    return ArraySpec(shape, strides, dtype, *others)
+    return ArraySpec(tuple(shape), strides, dtype, *others)  # PyTorch's tuples print another way
 
 
 def _as_far_as_it_counts(name: str, layout: Layout | None) -> Layout | None:
@@ -208,26 +208,31 @@ class Plan:
         operands: list[Any],
         views: Sequence[Any],
         targets: tuple[Any, ...],
-        give_back: Callable[[Array], Any] | None,
-        waits: bool,
+        way_back: WayBack | None,
     ) -> tuple[Any, ...]:
         """Make what is missing, do the work, hand back the results. The plan's device is the current one."""
         home = self.home
         results = [*targets] or self._no_targets.copy()
         operands += self._no_operands
-        for operand, result, shape, dtype in self._alone:
-            results[result] = array = home.empty(shape, dtype)
-            operands[operand] = home.operand(array)
-        if self._pair:
-            (operand, result, shape, dtype), (other_operand, other_result, *_) = self._pair
-            results[result], results[other_result] = array, other = home.empty_pair(shape, dtype, self._apart)
-            operands[operand], operands[other_operand] = home.operand(array), home.operand(other)
+        if way_back is not None and way_back.make is not None:
+            for operand, result, shape, dtype in self._new:
+                results[result], operands[operand] = way_back.make(shape, dtype)
+        else:
+            for operand, result, shape, dtype in self._alone:
+                results[result] = array = home.empty(shape, dtype)
+                operands[operand] = home.operand(array)
+            if self._pair:
+                (operand, result, shape, dtype), (other_operand, other_result, *_) = self._pair
+                results[result], results[other_result] = array, other = home.empty_pair(shape, dtype, self._apart)
+                operands[operand], operands[other_operand] = home.operand(array), home.operand(other)
         if self._copies:
             self._work_on_copies(operands, views)
         else:
             self._work(*operands)
-        if give_back is not None:
-            self._give_back(results, views, give_back, waits)
+        if way_back is not None and way_back.finishes:
+            new = [position for _, position, *_ in self._new]
+            written = views[len(self._operation.inputs) :]
+            way_back.finish(results, new, [home.array(view, self.device) for view in written if view is not None])
         return tuple(results)
 
     def _work_on_copies(self, operands: list[Any], views: Sequence[Any]) -> None:
@@ -244,17 +249,6 @@ class Plan:
             for (operand, *_), stand_in in zip(self._stand_ins, stand_ins, strict=True):
                 target = home.array(views[operand], self.device)
                 target[...] = stand_in.reshape(target.shape)
-
-    def _give_back(
-        self, results: list[Any], views: Sequence[Any], give_back: Callable[[Array], Any], waits: bool
-    ) -> None:
-        """The results in the caller's framework, whose current stream then waits for the work on CuPy's."""
-        for _, result, *_ in self._new:
-            results[result] = give_back(results[result])
-        if waits:
-            for view in views[len(self._operation.inputs) :]:
-                if view is not None:
-                    give_back(self.home.array(view, self.device))
 
     def _first_work(self, *operands: Any) -> None:
         """Finds the backend, where kernels are compiled: not before a call has passed all checks."""

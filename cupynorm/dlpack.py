@@ -4,9 +4,6 @@ NumPy's own ``from_dlpack`` refuses bfloat16 and CuPy's takes three times as lon
 that follows, so the capsule is read here: a producer's ``__dlpack__`` hands over a C struct (layout:
 https://dmlc.github.io/dlpack/latest/c_api.html) that names the memory. The struct stays the capsule's: whoever
 holds the capsule keeps the memory alive, and its destructor gives the memory back to the producer.
-
-Where a framework offers DLPack's table of C functions (`Exchange`), its arrays are read without the detour over Python
-methods and capsules, which takes several times as long.
 """
 
 from __future__ import annotations
@@ -26,9 +23,6 @@ _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 _TENSOR = struct.Struct("P2i iBBH2PQ")
 # DLManagedTensorVersioned before its DLTensor: version (major, minor), manager_ctx, deleter, flags
 _HEADER = struct.Struct("2I2PQ")
-# DLPackExchangeAPI: version (major, minor), older table, allocator, managed tensor from object, object from managed
-# tensor, tensor from object, current stream
-_EXCHANGE = struct.Struct("2I6P")
 
 _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype, _get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -129,9 +123,6 @@ def _bytes(size: int) -> Any:
     return ctypes.c_char * size
 
 
-_TensorMemory = _bytes(_TENSOR.size)
-
-
 def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Byte strides of a C-contiguous array."""
     strides = []
@@ -153,44 +144,6 @@ def import_from(obj: Any, stream: int | None) -> Imported:
     except TypeError:
         capsule = obj.__dlpack__(**kwargs)
     return read(capsule)
-
-
-class Exchange:
-    """A framework's table of C functions for its arrays, of the type that the table was found on.
-
-    None of them waits for anything: that the framework's current stream is the one to work on is for the caller to see.
-    """
-
-    def __init__(self, table: int) -> None:
-        *_, to_tensor, current_stream = _unpack(_EXCHANGE, table)
-        # These may raise Python exceptions, and are called with the GIL held.
-        self._to_tensor = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)(to_tensor)
-        self._current_stream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int32, ctypes.c_void_p)(
-            current_stream
-        )
-
-    def read(self, array: Any) -> Imported:
-        """Where an array lies: it holds while the array lives."""
-        tensor = _TensorMemory()
-        self._to_tensor(array, tensor)
-        return _imported(_TENSOR.unpack(tensor), False, array)
-
-    def current_stream(self, device_id: int) -> int:
-        """The framework's current stream on a CUDA device, 0 for the legacy default stream."""
-        stream = ctypes.c_void_p()
-        self._current_stream(CUDA_DEVICES[0], device_id, ctypes.byref(stream))
-        return stream.value or 0
-
-
-@functools.lru_cache(maxsize=256)
-def exchange_of(kind: type) -> Exchange | None:
-    """The table of C functions of an array type, where it has one of its own that is understood here."""
-    capsule = vars(kind).get("__dlpack_c_exchange_api__")
-    if capsule is None:
-        return None
-    table = _get_pointer(capsule, b"dlpack_exchange_api")
-    major, *_, to_tensor, current_stream = _unpack(_EXCHANGE, table)
-    return Exchange(table) if major == 1 and to_tensor and current_stream else None
 
 
 class _Owner:

@@ -1004,12 +1004,12 @@ def test_contiguous_arrays_are_known_without_their_strides(device: FakeDevice) -
 def torch(monkeypatch: Any, device: FakeDevice) -> Any:
     """Torch whose host tensors say that they lie on the device, and whose current stream is the default one."""
     torch = pytest.importorskip("torch")
-    if dlpack.exchange_of(torch.Tensor) is None:
-        pytest.skip(f"torch {torch.__version__} offers no table of C functions")
-    read = dlpack.Exchange.read
-    monkeypatch.setattr(dlpack.Exchange, "read", lambda self, a: read(self, a)._replace(device=(2, 0)))
-    monkeypatch.setattr(dlpack.Exchange, "current_stream", lambda self, device_id: 0)
-    return torch
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device_id: 0, raising=False)
+    monkeypatch.setattr(arrays.MadeByTorch, "device", "cpu")
+    arrays.way_in.cache_clear()
+    yield torch
+    arrays.way_in.cache_clear()
 
 
 def torch_call(torch: Any) -> Call:
@@ -1017,39 +1017,31 @@ def torch_call(torch: Any) -> Call:
     return {"x": x, "w": torch.ones(COLUMNS), "dy": x.clone(), "rstd": torch.ones(ROWS)}
 
 
-def test_foreign_arrays_on_the_same_stream_need_no_capsule(monkeypatch: Any, device: FakeDevice, torch: Any) -> None:
-    given = []
-
-    def give(self: Any, array: Any) -> Any:
-        given.append(array)
-        return torch.zeros(array.shape)
-
-    monkeypatch.setattr(arrays.Foreign, "_give_quickly", give)
+def test_tensors_on_the_same_stream_need_no_capsule(monkeypatch: Any, device: FakeDevice, torch: Any) -> None:
+    """Results are PyTorch's own from the start: nothing is taken of CuPy's pool for them."""
     monkeypatch.setattr(dlpack, "import_from", lambda *_: pytest.fail("a capsule was made"))
     call = torch_call(torch)
-    results = backward("rmsnorm", call)
-    assert all(type(result) is torch.Tensor for result in results)
+    dx, dw = backward("rmsnorm", call)
+    assert type(dx) is type(dw) is torch.Tensor
+    assert (dx.shape, dx.dtype, dw.shape, dw.dtype) == (call["x"].shape, torch.bfloat16, call["w"].shape, torch.float32)
+    assert not dx.requires_grad
     (launch,) = device.launched
     addresses = [call[name].data_ptr() for name in ("x", "dy", "w")]
-    assert list(launch.fields()[:6]) == [*addresses, 0, call["rstd"].data_ptr(), given[0].data.ptr]
-    assert launch.fields()[6] == given[1].data.ptr
+    assert list(launch.fields()[:7]) == [*addresses, 0, call["rstd"].data_ptr(), dx.data_ptr(), dw.data_ptr()]
+    assert not [size for allocator, size in device.allocated if allocator == "result"]
 
 
-def test_foreign_arrays_given_as_out_are_written_in_place(monkeypatch: Any, device: FakeDevice, torch: Any) -> None:
-    """On the same stream, too, without a capsule; an entry that is missing comes back as the framework's."""
-    given = []
-    monkeypatch.setattr(arrays.Foreign, "_give_quickly", lambda self, array: given.append(array) or torch.zeros(1))
+def test_tensors_given_as_out_are_written_in_place(monkeypatch: Any, device: FakeDevice, torch: Any) -> None:
+    """On the same stream, too, without a capsule; an entry that is missing is made."""
     monkeypatch.setattr(dlpack, "import_from", lambda *_: pytest.fail("a capsule was made"))
     call = torch_call(torch)
     dx, dw = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16), torch.zeros(COLUMNS)
     assert backward("rmsnorm", call | {"out": (dx, dw)}) == (dx, dw)
-    assert not given
     results = backward("rmsnorm", call | {"out": (None, dw)})
     assert results[1] is dw
-    assert type(results[0]) is torch.Tensor
     both, one = device.launched
     assert both.fields()[5:7] == (dx.data_ptr(), dw.data_ptr())
-    assert one.fields()[5:7] == (given[0].data.ptr, dw.data_ptr())
+    assert one.fields()[5:7] == (results[0].data_ptr(), dw.data_ptr())
     with pytest.raises(ValueError, match=r"^out\[0\] \(dx\): overlaps x in memory"):
         backward("rmsnorm", call | {"out": (call["x"], None)})
     with pytest.raises(ValueError, match=r"^out\[1\] \(dw\): has shape"):
@@ -1058,21 +1050,46 @@ def test_foreign_arrays_given_as_out_are_written_in_place(monkeypatch: Any, devi
 
 
 def test_what_only_the_longer_way_can_refuse_is_left_to_it(monkeypatch: Any, device: FakeDevice, torch: Any) -> None:
-    """Tensors of another device, of a derived class, with signs that are not memory's; other frameworks."""
+    """Tensors of a derived class, of types that are not taken, with signs that are not memory's, without memory; other
+    frameworks. Those of another device are refused like CuPy's."""
     call = torch_call(torch)
     look = arrays.way_in(torch.Tensor).__self__._look_quickly  # type: ignore[attr-defined]
-    exchange = dlpack.exchange_of(torch.Tensor)
-    assert look(exchange, [call["x"], call["w"]]) is not None
-    negated = torch.complex(call["w"], call["w"]).conj().imag
-    for other in (torch.nn.Parameter(call["w"], requires_grad=False), negated, np.ones(3, np.float32)):
-        assert look(exchange, [call["x"], other]) is None
-    read = dlpack.Exchange.read
-    on_the_first = lambda self, a: read(self, a)._replace(device=(2, int(a is call["w"])))  # noqa: E731
-    monkeypatch.setattr(dlpack.Exchange, "read", on_the_first)
+    assert look([call["x"], call["w"], None, call["x"][:0], call["x"][:, ::2]]) is not None
+    others = {
+        "derived": torch.nn.Parameter(call["w"], requires_grad=False),
+        "negated": torch.complex(call["w"], call["w"]).conj().imag,
+        "NumPy's": np.ones(3, np.float32),
+        "under differentiation": torch.ones(3, requires_grad=True),
+        "of booleans": torch.ones(3, dtype=torch.bool),
+        "sparse": torch.eye(3).to_sparse(),
+        "meta": torch.ones(3, device="meta"),
+        "zeros that were not made": torch._efficientzerotensor((3,)),
+    }
+    for name, other in others.items():
+        assert look([call["x"], other]) is None, name
+        assert look([other, call["x"]]) is None, name
+    seen = []
+    torch.vmap(lambda row: (seen.append(look([row])), row)[1])(call["x"])
+    assert seen == [None]
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: int(self is call["w"]))
     with pytest.raises(TypeError, match=r"^w: is on cuda:1, but x is on cuda:0"):
         backward("rmsnorm", call)
     assert not device.launched
-    assert arrays.Foreign(type("Other", (), {"__dlpack__": None, "__module__": "other"}))._exchange is None
+
+
+def test_tensors_and_arrays_of_one_layout_share_a_plan(device: FakeDevice, torch: Any) -> None:
+    """What a look says of PyTorch's tensors is what it says of CuPy's arrays."""
+    for shape in ((ROWS, COLUMNS), (1, COLUMNS), (0, 5), (2, 3, 4), ()):
+        for dtype in DTYPES:
+            tensor = torch.zeros(shape, dtype=getattr(torch, dtype))
+            (of_torch,), *_ = arrays.way_in(torch.Tensor)([tensor], ("x",), 1)
+            (of_cupy,), *_ = arrays.device_home().look([device.array(shape, DTYPES[dtype])], ("x",), 1)
+            assert of_torch[:4] == of_cupy[:4]
+    every_second = torch.zeros(6, COLUMNS, dtype=torch.float32)[::2]
+    ((*_, strides, dtype, _, _),), *_ = arrays.way_in(torch.Tensor)([every_second], ("x",), 1)
+    assert (strides, dtype) == ((8 * COLUMNS, 4), np.float32)
+    with pytest.raises(ValueError, match=r"^rstd: has shape \(7,\)"):
+        backward("rmsnorm", torch_call(torch) | {"rstd": torch.ones(7)})
 
 
 def test_other_foreign_arrays_take_the_way_through_capsules(device: FakeDevice, torch: Any) -> None:

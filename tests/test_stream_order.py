@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from frameworks import FRAMEWORKS
-from helpers import NORMS, Tensors, backward, host, litter, make_tensors
+from helpers import NORMS, Tensors, backward, forward, host, make_tensors
 from test_cuda_runtime import spin
 
 pytestmark = pytest.mark.gpu
@@ -80,10 +80,10 @@ def test_the_producer_waits_for_results(cupy: Any, torch: Any, norm: str, given:
     late = Late(cupy, torch, norm)
     late.fill()
     out = tuple(torch.full_like(late.ready[name], torch.nan) for name in ("x", "w", "w")) if given else None
+    with torch.cuda.stream(late.side):  # new results could otherwise hold the right values from the call before
+        poisoned = [torch.full_like(late.ready[name], torch.nan) for name in ("x", "w", "w")]
+    del poisoned
     torch.cuda.synchronize()
-    with late.mine:
-        litter(cupy)  # new results would otherwise hold the right values from the call before
-        late.mine.synchronize()
     with torch.cuda.stream(late.side), late.mine:
         spin(cupy, DELAY)
         results = backward(norm, late.tensors, has_bias=True, out=out)
@@ -114,6 +114,60 @@ def test_torch_and_cupy_on_one_stream(cupy: Any, torch: Any, norm: str, given: b
     assert out is None or all(result is tensor for result, tensor in zip(results, out, strict=True))
     for copy, expected in zip(consumed, late.expected, strict=True):
         np.testing.assert_array_equal(copy.cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_memory_that_another_stream_still_reads_is_not_given_away(cupy: Any, torch: Any, norm: str) -> None:
+    """A result is deleted while torch's stream, on which it was made, has yet to read it; then another of its streams
+    makes a call, with results as large. All work is on one stream of CuPy's, whose pool would give that memory.
+    """
+    late = Late(cupy, torch, norm)
+    late.fill()
+    others = {name: torch.zeros_like(tensor) for name, tensor in late.ready.items()}
+    other = Tensors(**dict.fromkeys(("x", "w", "b", "dy", "mean", "rstd")) | others)
+    torch.cuda.synchronize()
+    with late.mine:
+        with torch.cuda.stream(late.side):
+            results = backward(norm, late.tensors, has_bias=True)
+            sleep(torch)
+            consumed = [result.clone() for result in results]
+            del results
+        with torch.cuda.stream(torch.cuda.Stream()):
+            backward(norm, other, has_bias=True)
+        late.mine.synchronize()
+    assert not late.side.query(), "torch's stream was done too early for this test to tell"
+    torch.cuda.synchronize()
+    for copy, expected in zip(consumed, late.expected, strict=True):
+        np.testing.assert_array_equal(copy.cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_graph_of_torch_has_its_results(cupy: Any, torch: Any, norm: str) -> None:
+    """Captured without out=: the results' memory is the graph's, whatever is allocated between capture and replay."""
+    first, second = (make_tensors(cupy, norm, (200, 1000), "float32", seed=seed) for seed in (1, 2))
+    expected = [host(result) for result in (*forward(norm, second), *backward(norm, second))]
+    names = [name for name in ("x", "w", "b", "dy", "mean", "rstd") if getattr(first, name) is not None]
+    given = {name: torch.from_numpy(host(getattr(first, name))).cuda() for name in names}
+    tensors = Tensors(**dict.fromkeys(("x", "w", "b", "dy", "mean", "rstd")) | given)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with cupy.cuda.ExternalStream(side.cuda_stream):
+        with torch.cuda.stream(side):
+            forward(norm, tensors)  # once before, to compile
+            backward(norm, tensors)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=side):
+            results = (*forward(norm, tensors), *backward(norm, tensors))
+    neighbours = [torch.full((1 << power,), 0x5A, dtype=torch.uint8, device="cuda") for power in range(9, 24)]
+    for name, tensor in given.items():
+        tensor.copy_(torch.from_numpy(host(getattr(second, name))))
+    for result in results:
+        result.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    for result, wanted in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(result.cpu().numpy(), wanted)
+    assert all(bool((neighbour == 0x5A).all()) for neighbour in neighbours), "the graph wrote into others' memory"
 
 
 def test_without_order_the_old_values_are_read(cupy: Any, torch: Any) -> None:
