@@ -143,10 +143,7 @@ class Device:
         return self._make(shape, dtype, memory), self._make(shape, dtype, memory + apart)
 
     def array(self, view: Any, device: int) -> Array:
-        if isinstance(view, self._kind):
-            return view
-        imported = view if isinstance(view, dlpack.Imported) else dlpack.import_from(view, self.current_stream())
-        return dlpack.as_cupy(imported, device)
+        return dlpack.as_cupy(view, device) if isinstance(view, dlpack.Imported) else view
 
     def addresses(self, operands: Sequence[int]) -> Sequence[int]:
         return operands
@@ -161,11 +158,20 @@ class Device:
         """The pointer of CuPy's current stream, 1 for the legacy default stream, which CuPy holds as 0."""
         return self.cupy.cuda.get_current_stream().ptr or 1
 
-    def let_wait(self, stream: int) -> None:
-        """A stream of the current device, by its pointer, for CuPy's current one."""
+    def current_stream_of(self, device: int) -> int:
+        """The same on a device that need not be the current one."""
+        scope = self.scope(device)
+        if scope is None:
+            return self.current_stream()
+        with scope:
+            return self.current_stream()
+
+    def order(self, first: int, then: int) -> None:
+        """Two streams of the current device, by their pointers: the second waits for what the first has to do."""
         cuda = self.cupy.cuda
-        done = cuda.get_current_stream().record(cuda.Event(disable_timing=True))
-        cuda.ExternalStream(stream or 1).wait_event(done)
+        event = cuda.Event(disable_timing=True)
+        cuda.runtime.eventRecord(event.ptr, first)
+        cuda.runtime.streamWaitEvent(then, event.ptr)
 
     def temporaries(self) -> AbstractContextManager[Any]:
         """For what lives no longer than the call.
@@ -214,19 +220,8 @@ class Handed:
     On CUDA its current stream then waits for CuPy's, for what was written into arrays of its own, too.
     """
 
-    make = None
-    finishes = True
-
     def __init__(self, give: Callable[[Array], Any], waits: bool) -> None:
-        self._give, self._waits = give, waits
-
-    def finish(self, results: list[Any], new: Sequence[int], written: Sequence[Array]) -> None:
-        """When the work is on its way: `new` says which of the results are to be handed over."""
-        for result in new:
-            results[result] = self._give(results[result])
-        if self._waits:
-            for array in written:
-                self._give(array)
+        self.give, self.waits = give, waits  # of an array one of the framework's; whether on CUDA
 
 
 class MadeByTorch:
@@ -236,23 +231,27 @@ class MadeByTorch:
     one, or captures a graph, need not know of CuPy's.
     """
 
-    device = "cuda"  # the current one
-
-    def __init__(self, torch: Any, same_stream: bool) -> None:
-        self._empty, self._current_stream = torch.empty, torch.cuda.current_stream
+    def __init__(self, torch: Any, current_stream: Callable[[Any], int] | None) -> None:
+        self._empty = torch.empty
         self._dtypes = {ours: its_own for its_own, ours in _dtypes_of(torch).items()}
-        self.finishes = not same_stream
+        self._device = functools.cache(functools.partial(torch.device, "cuda"))
+        self._current_stream = current_stream  # None where it is CuPy's, so that nothing has to wait
 
-    def make(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Any, int]:
+    def make(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int | None) -> tuple[Any, int]:
         """A new tensor, and its address."""
-        tensor = self._empty(shape, dtype=self._dtypes[dtype], device=self.device)
-        if self.finishes:  # what used that memory before may still do so on PyTorch's stream
-            return tensor, dlpack.import_from(tensor, device_home().current_stream()).pointer
+        tensor = self._empty(shape, dtype=self._dtypes[dtype], device=self._device(device))
         return tensor, tensor.data_ptr()
 
-    def finish(self, results: list[Any], new: Sequence[int], written: Sequence[Array]) -> None:
-        """When the work is on its way: PyTorch's current stream waits for CuPy's, which is another one."""
-        device_home().let_wait(self._current_stream().cuda_stream)
+    def order(self, device: int | None, before: bool) -> None:
+        """CuPy's current stream waits for PyTorch's before the work, when results are made, and PyTorch's for it after.
+
+        Before: for inputs, and for what used the memory of the results.
+        """
+        if self._current_stream is None:
+            return
+        home = device_home()
+        of_torch, of_cupy = self._current_stream(device) or 1, home.current_stream()
+        home.order(*((of_torch, of_cupy) if before else (of_cupy, of_torch)))
 
 
 WayBack = Handed | MadeByTorch
@@ -276,10 +275,6 @@ class Foreign:
         home = device_home()
         with home.scope(device) or contextlib.nullcontext():
             return self._import(arrays, labels, written, device, home.current_stream())
-
-    def _way_back(self, x: Any) -> WayBack:
-        """Of results on a CUDA device."""
-        return Handed(_importer(x, self._framework), waits=True)
 
     def _import(
         self, arrays: Sequence[Any], labels: Sequence[str], written: int, device: int | None, stream: int | None
@@ -314,72 +309,90 @@ class Foreign:
                 (view.shape, view.strides, view.dtype, device, 0 if device is None else view.pointer % START_BYTES)
             )
             views.append(view)
+        importer = _importer(x, self._framework)
         if device is not None:
             pointers = [0 if view is None else view.pointer for view in views]
-            return tuple(layouts), pointers, views, self._way_back(x)
+            return tuple(layouts), pointers, views, Handed(importer, waits=True)
         host = [None if view is None else dlpack.as_numpy(view) for view in views]
         dtypes = {view.dtype: getattr(value, "dtype", None) for value, view in zip(arrays, views, strict=True) if view}
-        give = functools.partial(_give_from_host, _importer(x, self._framework), dtypes)
+        give = functools.partial(_give_from_host, importer, dtypes)
         return tuple(layouts), host, [*host], Handed(give, waits=False)
 
 
 class OfTorch(Foreign):
-    """PyTorch's tensors. Where its current stream is CuPy's there is nothing to wait for, and they say themselves where
-    they lie, in half the time that a struct of DLPack's takes."""
+    """PyTorch's tensors.
+
+    On CUDA they say themselves where they lie, in half the time that DLPack takes, and PyTorch makes the results,
+    unless something of it stands between its functions and memory.
+    """
 
     def __init__(self, kind: type) -> None:
         super().__init__(kind)
         torch: Any = importlib.import_module(_TORCH)
-        self._of_other_stream, self._of_same_stream = MadeByTorch(torch, False), MadeByTorch(torch, True)
-        self._dtypes = _dtypes_of(torch)
-        # The latter is public, and takes ten times as long.
-        self._current_stream: Callable[[int], int] = getattr(
-            torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+        self._kinds, self._dtypes = (torch.Tensor, torch.nn.Parameter), _dtypes_of(torch)
+        # These are not public, but for the last, which takes ten times as long, and not in all versions and builds.
+        internal = torch._C
+        self._modes = getattr(internal, "_len_torch_dispatch_stack", lambda: 0)
+        self._transform = getattr(getattr(internal, "_functorch", None), "peek_interpreter_stack", lambda: None)
+        self._tracing = getattr(internal, "_get_tracing_state", lambda: None)
+        self._current_stream: Callable[[Any], int] = getattr(
+            internal, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
         )
+        self._on_one_stream, self._on_two = MadeByTorch(torch, None), MadeByTorch(torch, self._current_stream)
 
     def look(self, arrays: Sequence[Any], labels: Sequence[str], written: int) -> Arrived:
-        return self._look_quickly(arrays) or super().look(arrays, labels, written)
+        return self._look_directly(arrays) or super().look(arrays, labels, written)
 
-    def _look_quickly(self, arrays: Sequence[Any]) -> Arrived | None:
-        """A call on CUDA tensors of the current device, while PyTorch works on CuPy's current stream.
+    def _look_directly(self, arrays: Sequence[Any]) -> Arrived | None:
+        """A call on CUDA tensors.
 
-        None for all others, and for tensors that the way through capsules refuses, in PyTorch's own words or ours.
+        None for all others, and for tensors that the way through DLPack refuses, in PyTorch's own words or ours; also
+        where a mode, a transform or a tracer gets hold of what PyTorch's functions take and return.
         """
+        if self._modes() or self._transform() is not None or self._tracing() is not None:
+            return None
         layouts: list[Layout | None] = []
         addresses = []
-        kind: Any = self._kind
-        dtypes = self._dtypes
-        x_device = None
+        kinds, dtypes = self._kinds, self._dtypes
         for array in arrays:
             if array is None:
                 layouts.append(None)
                 addresses.append(0)
                 continue
-            if type(array) is not kind or array.requires_grad or array.is_neg():
+            if type(array) not in kinds or not array.is_cuda or array.requires_grad or array.is_neg():
                 return None
-            device = array.get_device()
-            if x_device is None:
-                if device < 0 or not self._shares_stream(device):
-                    return None
-                x_device = device
             dtype = dtypes.get(array.dtype)
             try:
                 address, shape = array.data_ptr(), array.shape
-            except RuntimeError:  # sparse, say, or what torch.func transforms
+            except RuntimeError:  # a sparse one, say
                 return None
-            if dtype is None or device < 0 or (not address and 0 not in shape):
+            if dtype is None or (not address and 0 not in shape):
                 return None
             strides = None if array.is_contiguous() else tuple([step * dtype.itemsize for step in array.stride()])
-            layouts.append((shape, strides, dtype, device, address % START_BYTES))
+            layouts.append((shape, strides, dtype, array.get_device(), address % START_BYTES))
             addresses.append(address)
-        return tuple(layouts), addresses, arrays, self._of_same_stream
+        device, home = arrays[0].get_device(), device_home()
+        one_stream = (self._current_stream(device) or 1) == home.current_stream_of(device)
+        views = _Tensors(arrays, layouts, addresses)
+        return tuple(layouts), addresses, views, self._on_one_stream if one_stream else self._on_two
 
-    def _shares_stream(self, device: int) -> bool:
-        home = device_home()
-        return home.scope(device) is None and (self._current_stream(device) or 1) == home.current_stream()
 
-    def _way_back(self, x: Any) -> WayBack:
-        return self._of_other_stream
+class _Tensors(Sequence[Any]):
+    """A call's tensors, as Device.array() takes them: only the few calls that need arrays of CuPy's ask for them."""
+
+    def __init__(self, tensors: Sequence[Any], layouts: Sequence[Layout | None], addresses: Sequence[int]) -> None:
+        self._tensors, self._layouts, self._addresses = tensors, layouts, addresses
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, position: Any) -> Any:
+        layout = self._layouts[position]
+        assert layout is not None
+        shape, strides, dtype, device, _ = layout
+        strides = dlpack.contiguous_strides(shape, dtype.itemsize) if strides is None else strides
+        place, owner = (dlpack.CUDA_DEVICES[0], device), self._tensors[position]
+        return dlpack.Imported(self._addresses[position], tuple(shape), strides, dtype, place, False, owner)
 
 
 @functools.cache

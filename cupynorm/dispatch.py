@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .arrays import Layout, WayBack, home_of, mixed_devices, tell_of_writing, way_in
+from .arrays import Handed, Layout, MadeByTorch, WayBack, home_of, mixed_devices, tell_of_writing, way_in
 from .dlpack import contiguous_strides
 from .problem import (
     START_BYTES_COUNT,
@@ -211,12 +211,14 @@ class Plan:
         way_back: WayBack | None,
     ) -> tuple[Any, ...]:
         """Make what is missing, do the work, hand back the results. The plan's device is the current one."""
-        home = self.home
+        home, device = self.home, self.device
         results = [*targets] or self._no_targets.copy()
         operands += self._no_operands
-        if way_back is not None and way_back.make is not None:
+        by_torch = way_back if isinstance(way_back, MadeByTorch) else None
+        if by_torch is not None:
             for operand, result, shape, dtype in self._new:
-                results[result], operands[operand] = way_back.make(shape, dtype)
+                results[result], operands[operand] = by_torch.make(shape, dtype, device)
+            by_torch.order(device, before=True)
         else:
             for operand, result, shape, dtype in self._alone:
                 results[result] = array = home.empty(shape, dtype)
@@ -225,14 +227,16 @@ class Plan:
                 (operand, result, shape, dtype), (other_operand, other_result, *_) = self._pair
                 results[result], results[other_result] = array, other = home.empty_pair(shape, dtype, self._apart)
                 operands[operand], operands[other_operand] = home.operand(array), home.operand(other)
-        if self._copies:
-            self._work_on_copies(operands, views)
-        else:
-            self._work(*operands)
-        if way_back is not None and way_back.finishes:
-            new = [position for _, position, *_ in self._new]
-            written = views[len(self._operation.inputs) :]
-            way_back.finish(results, new, [home.array(view, self.device) for view in written if view is not None])
+        try:
+            if self._copies:
+                self._work_on_copies(operands, views)
+            else:
+                self._work(*operands)
+        finally:
+            if by_torch is not None:
+                by_torch.order(device, before=False)
+        if isinstance(way_back, Handed):
+            self._hand_over(results, views, way_back)
         return tuple(results)
 
     def _work_on_copies(self, operands: list[Any], views: Sequence[Any]) -> None:
@@ -249,6 +253,15 @@ class Plan:
             for (operand, *_), stand_in in zip(self._stand_ins, stand_ins, strict=True):
                 target = home.array(views[operand], self.device)
                 target[...] = stand_in.reshape(target.shape)
+
+    def _hand_over(self, results: list[Any], views: Sequence[Any], way_back: Handed) -> None:
+        """The results in the caller's framework, whose current stream then waits for the work on CuPy's."""
+        for _, result, *_ in self._new:
+            results[result] = way_back.give(results[result])
+        if way_back.waits:
+            for view in views[len(self._operation.inputs) :]:
+                if view is not None:
+                    way_back.give(self.home.array(view, self.device))
 
     def _first_work(self, *operands: Any) -> None:
         """Finds the backend, where kernels are compiled: not before a call has passed all checks."""

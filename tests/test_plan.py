@@ -1000,16 +1000,49 @@ def test_contiguous_arrays_are_known_without_their_strides(device: FakeDevice) -
     assert specs[0] == (cases[0].shape, cases[0].strides, cases[0].dtype, 0, 0, False)
 
 
+class TorchOnDevice:
+    """Torch whose host tensors say that they lie on the device, and which makes others there; what happened in turn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
+        self.torch = pytest.importorskip("torch")
+        self.device, self.stream = 0, 0  # of all tensors; the current one
+        self.happened: list[Any] = []
+        empty, torch = self.torch.empty, self.torch
+
+        def on_host(shape: Any, *, dtype: Any, device: Any, **others: Any) -> Any:
+            if device.type != "cuda":
+                return empty(shape, dtype=dtype, device=device, **others)
+            self.happened.append(("made on", device))
+            return empty(shape, dtype=dtype)
+
+        class Event:
+            ptr = 7
+
+            def __init__(self, disable_timing: bool) -> None:
+                assert disable_timing
+
+        runtime, launch = device.cupy.cuda.runtime, device._launch
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "cpu"))
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: self.device)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device_id: self.stream, raising=False)
+        monkeypatch.setattr(torch, "empty", on_host)
+        monkeypatch.setattr(device.cupy.cuda, "Event", Event)
+        monkeypatch.setattr(runtime, "eventRecord", lambda event, stream: self.happened.append(("recorded", stream)))
+        monkeypatch.setattr(runtime, "streamWaitEvent", lambda stream, event: self.happened.append(("waits", stream)))
+        noted = lambda *arguments: (launch(*arguments), self.happened.append("launched"))  # noqa: E731
+        monkeypatch.setattr(device.cupy.cuda.driver, "launchKernel", noted)
+
+
 @pytest.fixture
-def torch(monkeypatch: Any, device: FakeDevice) -> Any:
-    """Torch whose host tensors say that they lie on the device, and whose current stream is the default one."""
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device_id: 0, raising=False)
-    monkeypatch.setattr(arrays.MadeByTorch, "device", "cpu")
+def on_device(monkeypatch: Any, device: FakeDevice) -> Iterator[TorchOnDevice]:
     arrays.way_in.cache_clear()
-    yield torch
+    yield TorchOnDevice(monkeypatch, device)
     arrays.way_in.cache_clear()
+
+
+@pytest.fixture
+def torch(on_device: TorchOnDevice) -> Any:
+    return on_device.torch
 
 
 def torch_call(torch: Any) -> Call:
@@ -1017,10 +1050,12 @@ def torch_call(torch: Any) -> Call:
     return {"x": x, "w": torch.ones(COLUMNS), "dy": x.clone(), "rstd": torch.ones(ROWS)}
 
 
-def test_tensors_on_the_same_stream_need_no_capsule(monkeypatch: Any, device: FakeDevice, torch: Any) -> None:
+def test_tensors_on_the_same_stream_wait_for_nothing(
+    monkeypatch: Any, device: FakeDevice, on_device: TorchOnDevice
+) -> None:
     """Results are PyTorch's own from the start: nothing is taken of CuPy's pool for them."""
     monkeypatch.setattr(dlpack, "import_from", lambda *_: pytest.fail("a capsule was made"))
-    call = torch_call(torch)
+    torch, call = on_device.torch, torch_call(on_device.torch)
     dx, dw = backward("rmsnorm", call)
     assert type(dx) is type(dw) is torch.Tensor
     assert (dx.shape, dx.dtype, dw.shape, dw.dtype) == (call["x"].shape, torch.bfloat16, call["w"].shape, torch.float32)
@@ -1029,6 +1064,40 @@ def test_tensors_on_the_same_stream_need_no_capsule(monkeypatch: Any, device: Fa
     addresses = [call[name].data_ptr() for name in ("x", "dy", "w")]
     assert list(launch.fields()[:7]) == [*addresses, 0, call["rstd"].data_ptr(), dx.data_ptr(), dw.data_ptr()]
     assert not [size for allocator, size in device.allocated if allocator == "result"]
+    assert on_device.happened == [("made on", torch.device("cuda", 0))] * 2 + ["launched"]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
+def test_tensors_on_two_streams(device: FakeDevice, on_device: TorchOnDevice, fails: bool) -> None:
+    """CuPy's waits when the results are made, PyTorch's after the launch, also where that fails. On the tensors'
+    device, whichever is the current one, also to PyTorch."""
+    torch = on_device.torch
+    on_device.device, on_device.stream, device.stream = 1, 5, FakeStream(6)
+    backward("rmsnorm", torch_call(torch))
+    in_turn = [("recorded", 5), ("waits", 6), "launched", ("recorded", 6), ("waits", 5)]
+    assert on_device.happened == [("made on", torch.device("cuda", 1))] * 2 + in_turn
+    on_device.happened.clear()
+    if fails:
+        device.error = RuntimeError("no launch")
+        with pytest.raises(RuntimeError, match="no launch"):
+            backward("rmsnorm", torch_call(torch))
+        assert on_device.happened[2:] == [event for event in in_turn if event != "launched"]
+    on_device.happened.clear()
+    on_device.stream, device.stream, device.error = 0, FakeStream(), None
+    backward("rmsnorm", torch_call(torch))
+    assert on_device.happened[2:] == ["launched"]
+
+
+def test_tensors_whose_rows_lie_at_no_one_stride(device: FakeDevice, torch: Any) -> None:
+    """The few calls that need arrays of CuPy's get them over the tensors' memory, without asking PyTorch."""
+    tensors = torch.zeros(2, 6, COLUMNS, dtype=torch.float32)[:, ::2], torch.zeros(COLUMNS), None
+    layouts, addresses, views, _ = arrays.way_in(torch.Tensor)(tensors, ("x", "w", "b"), 3)
+    for position in (0, 1):
+        array = arrays.device_home().array(views[position], 0)
+        assert array.data.ptr == addresses[position] == tensors[position].data_ptr()
+        assert (array.shape, array.dtype) == (tuple(tensors[position].shape), np.float32)
+        assert array.strides == tuple(4 * step for step in tensors[position].stride())
+    assert layouts[2] is None
 
 
 def test_tensors_given_as_out_are_written_in_place(monkeypatch: Any, device: FakeDevice, torch: Any) -> None:
@@ -1049,14 +1118,21 @@ def test_tensors_given_as_out_are_written_in_place(monkeypatch: Any, device: Fak
     assert len(device.launched) == 2
 
 
-def test_what_only_the_longer_way_can_refuse_is_left_to_it(monkeypatch: Any, device: FakeDevice, torch: Any) -> None:
-    """Tensors of a derived class, of types that are not taken, with signs that are not memory's, without memory; other
-    frameworks. Those of another device are refused like CuPy's."""
-    call = torch_call(torch)
-    look = arrays.way_in(torch.Tensor).__self__._look_quickly  # type: ignore[attr-defined]
-    assert look([call["x"], call["w"], None, call["x"][:0], call["x"][:, ::2]]) is not None
+def test_what_only_the_longer_way_can_refuse_is_left_to_it(
+    monkeypatch: Any, device: FakeDevice, on_device: TorchOnDevice
+) -> None:
+    """Tensors of a derived class, of types that are not taken, with signs that are not memory's, without memory, not on
+    CUDA; other frameworks. Those of another CUDA device are refused like CuPy's."""
+    torch, call = on_device.torch, torch_call(on_device.torch)
+    look = arrays.way_in(torch.Tensor).__self__._look_directly  # type: ignore[attr-defined]
+    parameter = torch.nn.Parameter(call["w"], requires_grad=False)
+    assert look([call["x"], call["w"], None, call["x"][:0], call["x"][:, ::2], parameter]) is not None
+
+    class Derived(torch.Tensor):  # type: ignore[misc,name-defined]
+        pass
+
     others = {
-        "derived": torch.nn.Parameter(call["w"], requires_grad=False),
+        "derived": call["w"].as_subclass(Derived),
         "negated": torch.complex(call["w"], call["w"]).conj().imag,
         "NumPy's": np.ones(3, np.float32),
         "under differentiation": torch.ones(3, requires_grad=True),
@@ -1068,13 +1144,37 @@ def test_what_only_the_longer_way_can_refuse_is_left_to_it(monkeypatch: Any, dev
     for name, other in others.items():
         assert look([call["x"], other]) is None, name
         assert look([other, call["x"]]) is None, name
-    seen = []
-    torch.vmap(lambda row: (seen.append(look([row])), row)[1])(call["x"])
-    assert seen == [None]
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: int(self is call["w"]))
     with pytest.raises(TypeError, match=r"^w: is on cuda:1, but x is on cuda:0"):
         backward("rmsnorm", call)
     assert not device.launched
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")
+def test_where_something_stands_between_torch_and_memory(device: FakeDevice, torch: Any) -> None:
+    """A mode, a transform, a tracer: PyTorch would give results without memory, or note how they were made."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **kwargs or {})
+
+    call = torch_call(torch)
+    look = arrays.way_in(torch.Tensor).__self__._look_directly  # type: ignore[attr-defined]
+    seen = []
+
+    def notes(x: Any) -> Any:
+        seen.append(look([call["x"]]))
+        return x.sum()
+
+    with Mode():
+        notes(call["w"])
+    torch.func.functionalize(notes)(call["w"])
+    torch.func.grad(notes)(call["w"])
+    torch.vmap(notes)(call["x"])
+    torch.jit.trace(notes, call["w"], check_trace=False)
+    assert seen == [None] * 5
+    assert look([call["x"]]) is not None
 
 
 def test_tensors_and_arrays_of_one_layout_share_a_plan(device: FakeDevice, torch: Any) -> None:
@@ -1092,20 +1192,12 @@ def test_tensors_and_arrays_of_one_layout_share_a_plan(device: FakeDevice, torch
         backward("rmsnorm", torch_call(torch) | {"rstd": torch.ones(7)})
 
 
-def test_other_foreign_arrays_take_the_way_through_capsules(device: FakeDevice, torch: Any) -> None:
-    def on_host(**changes: Any) -> bool:
-        """Whether the call took the other way, on which these tensors turn out to lie on the host."""
-        results = backward("rmsnorm", torch_call(torch) | changes)
-        return all(result.device.type == "cpu" for result in results) and not device.launched
-
+def test_tensors_under_differentiation_are_refused_in_the_words_of_torch(device: FakeDevice, torch: Any) -> None:
     with pytest.raises(TypeError, match=r"^w: .*grad"):
         backward("rmsnorm", torch_call(torch) | {"w": torch.ones(COLUMNS, requires_grad=True)})
     with pytest.raises(TypeError, match=r"^out\[0\] \(dx\): .*grad"):
         backward("rmsnorm", torch_call(torch) | {"out": (torch.zeros(ROWS, COLUMNS, requires_grad=True), None)})
-    device.stream = FakeStream(7)
-    assert on_host()
-    device.stream, device.current = FakeStream(), 1
-    assert on_host()
+    assert not device.launched
 
 
 # --- kernels and devices ----------------------------------------------------------------------------------------------

@@ -189,26 +189,53 @@ def test_without_order_the_old_values_are_read(cupy: Any, torch: Any) -> None:
     assert bool(bare.any())
 
 
+class LateInJax:
+    """JAX's arrays, and a computation that takes its time before it reads its argument."""
+
+    def __init__(self, cupy: Any) -> None:
+        jax = FRAMEWORKS["jax"]("cuda")
+        self.own = make_tensors(cupy, "layernorm", (200, 1000), "float32")
+        self.names = ("x", "w", "b", "dy", "mean", "rstd")
+        self.tensors = Tensors(**{name: jax.array(host(getattr(self.own, name))) for name in self.names})
+        self._large = jax.array(np.eye(8192, dtype=np.float32))
+
+        def slow(x: Any, matrix: Any) -> Any:
+            for _ in range(8):
+                matrix = matrix @ matrix  # the identity, after some 10^13 operations
+            return x * matrix[0, 0]
+
+        self._slow = jax.jax.jit(slow)
+        self.copy(self.tensors.x).block_until_ready()
+
+    def copy(self, x: Any) -> Any:
+        return self._slow(x, self._large)
+
+
 def test_jax_results_are_waited_for(cupy: Any) -> None:
     """JAX computes asynchronously: the call is made while its input is being computed, on another stream."""
-    jax = FRAMEWORKS["jax"]("cuda")
-    own = make_tensors(cupy, "layernorm", (200, 1000), "float32")
-    expected = backward("layernorm", own)
-    named = {name: getattr(own, name) for name in ("x", "w", "b", "dy", "mean", "rstd")}
-    theirs = Tensors(**{name: jax.array(host(array)) for name, array in named.items()})
-    large = jax.array(np.eye(8192, dtype=np.float32))
-
-    def slow(x: Any, matrix: Any) -> Any:
-        for _ in range(8):
-            matrix = matrix @ matrix  # the identity, after some 10^13 operations
-        return x * matrix[0, 0]
-
-    slow = jax.jax.jit(slow)
-    x = theirs.x
-    slow(x, large).block_until_ready()
+    late = LateInJax(cupy)
+    expected = backward("layernorm", late.own)
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        theirs.x = slow(x, large)
-        results = backward("layernorm", theirs)
+        late.tensors.x = late.copy(late.tensors.x)
+        results = backward("layernorm", late.tensors)
         stream.synchronize()
     for result, wanted in zip(results, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(result), host(wanted))
+
+
+def test_memory_that_jax_still_reads_is_not_given_away(cupy: Any) -> None:
+    """A result that JAX has yet to read is deleted; the calls that follow have results as large, of other values."""
+    late = LateInJax(cupy)
+    expected, *_ = backward("layernorm", late.own)
+    other = Tensors(**{name: getattr(late.tensors, name) * 0 for name in late.names})
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        backward("layernorm", other)
+        dx, *_ = backward("layernorm", late.tensors)
+        dx.block_until_ready()
+        copy = late.copy(dx)
+        del dx, _
+        others = [backward("layernorm", other) for _ in range(3)]
+        stream.synchronize()
+        assert not copy.is_ready(), "JAX was done too early for this test to tell"
+    np.testing.assert_array_equal(np.asarray(copy), host(expected))
+    assert not any(np.asarray(result).any() for results in others for result in results)
