@@ -12,7 +12,9 @@ import contextlib
 import functools
 import importlib
 import operator
+import queue
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -173,6 +175,24 @@ class Device:
         cuda.runtime.eventRecord(event.ptr, first)
         cuda.runtime.streamWaitEvent(then, event.ptr)
 
+    def hold(self, things: Any) -> None:
+        """Keep things until CuPy's current stream, of the current device, has done what it has to do.
+
+        While that is captured into a graph, whoever launches the graph keeps them.
+        """
+        cuda = self.cupy.cuda
+        stream = cuda.get_current_stream()
+        if is_capturing(stream):
+            return
+        done = cuda.Event(block=True, disable_timing=True)
+        done.record(stream)
+        try:
+            held = _held()
+        except RuntimeError:  # no thread can be started: there are too many, or the interpreter ends
+            done.synchronize()
+        else:
+            held.put((self.cupy.cuda.runtime.setDevice, self._current_device(), done, things))
+
     def temporaries(self) -> AbstractContextManager[Any]:
         """For what lives no longer than the call.
 
@@ -183,6 +203,23 @@ class Device:
         if is_capturing(cuda.get_current_stream()):
             return cuda.using_allocator(cuda.malloc_async)  # type: ignore[no-any-return]
         return contextlib.nullcontext()
+
+
+@functools.cache
+def _held() -> queue.SimpleQueue[Any]:
+    """What a thread waits for, one after the other, and drops then."""
+    held: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def drop() -> None:
+        while True:
+            set_device, device, done, things = held.get()
+            with contextlib.suppress(Exception):  # a device that fails says so to the next call
+                set_device(device)
+                done.synchronize()
+            del done, things
+
+    threading.Thread(target=drop, name="cupynorm: inputs until they are read", daemon=True).start()
+    return held
 
 
 def _maker_of(cupy: Any) -> Callable[..., Array]:
@@ -217,11 +254,19 @@ def is_capturing(stream: Any) -> bool:
 class Handed:
     """The way back of results that NumPy or CuPy makes: the framework's from_dlpack, without a copy.
 
-    On CUDA its current stream then waits for CuPy's, for what was written into arrays of its own, too.
+    On CUDA its current stream then waits for CuPy's, for what was written into arrays of its own, too; and inputs are
+    held until the work is done: whoever deletes one, of JAX's, say, may have its memory used again before that.
     """
 
-    def __init__(self, give: Callable[[Array], Any], waits: bool) -> None:
-        self.give, self.waits = give, waits  # of an array one of the framework's; whether on CUDA
+    def __init__(self, give: Callable[[Array], Any], inputs: Sequence[Any] | None) -> None:
+        self.give = give
+        self.on_device = inputs is not None
+        self._inputs = inputs
+
+    def after(self, device: int | None) -> None:
+        """When the work is on its way, or a part of it."""
+        if self.on_device:
+            device_home().hold(self._inputs)
 
 
 class MadeByTorch:
@@ -242,16 +287,17 @@ class MadeByTorch:
         tensor = self._empty(shape, dtype=self._dtypes[dtype], device=self._device(device))
         return tensor, tensor.data_ptr()
 
-    def order(self, device: int | None, before: bool) -> None:
-        """CuPy's current stream waits for PyTorch's before the work, when results are made, and PyTorch's for it after.
+    def before(self, device: int | None) -> None:
+        """CuPy's current stream waits for PyTorch's: for inputs, and for what used the memory of the results before."""
+        if self._current_stream is not None:
+            home = device_home()
+            home.order(self._current_stream(device) or 1, home.current_stream())
 
-        Before: for inputs, and for what used the memory of the results.
-        """
-        if self._current_stream is None:
-            return
-        home = device_home()
-        of_torch, of_cupy = self._current_stream(device) or 1, home.current_stream()
-        home.order(*((of_torch, of_cupy) if before else (of_cupy, of_torch)))
+    def after(self, device: int | None) -> None:
+        """When the work is on its way, or a part of it, PyTorch's stream waits for CuPy's."""
+        if self._current_stream is not None:
+            home = device_home()
+            home.order(home.current_stream(), self._current_stream(device) or 1)
 
 
 WayBack = Handed | MadeByTorch
@@ -312,11 +358,11 @@ class Foreign:
         importer = _importer(x, self._framework)
         if device is not None:
             pointers = [0 if view is None else view.pointer for view in views]
-            return tuple(layouts), pointers, views, Handed(importer, waits=True)
+            return tuple(layouts), pointers, views, Handed(importer, arrays)
         host = [None if view is None else dlpack.as_numpy(view) for view in views]
         dtypes = {view.dtype: getattr(value, "dtype", None) for value, view in zip(arrays, views, strict=True) if view}
         give = functools.partial(_give_from_host, importer, dtypes)
-        return tuple(layouts), host, [*host], Handed(give, waits=False)
+        return tuple(layouts), host, [*host], Handed(give, None)
 
 
 class OfTorch(Foreign):

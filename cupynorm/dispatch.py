@@ -218,7 +218,7 @@ class Plan:
         if by_torch is not None:
             for operand, result, shape, dtype in self._new:
                 results[result], operands[operand] = by_torch.make(shape, dtype, device)
-            by_torch.order(device, before=True)
+            by_torch.before(device)
         else:
             for operand, result, shape, dtype in self._alone:
                 results[result] = array = home.empty(shape, dtype)
@@ -233,8 +233,8 @@ class Plan:
             else:
                 self._work(*operands)
         finally:
-            if by_torch is not None:
-                by_torch.order(device, before=False)
+            if way_back is not None:
+                way_back.after(device)
         if isinstance(way_back, Handed):
             self._hand_over(results, views, way_back)
         return tuple(results)
@@ -258,7 +258,7 @@ class Plan:
         """The results in the caller's framework, whose current stream then waits for the work on CuPy's."""
         for _, result, *_ in self._new:
             results[result] = way_back.give(results[result])
-        if way_back.waits:
+        if way_back.on_device:
             for view in views[len(self._operation.inputs) :]:
                 if view is not None:
                     way_back.give(self.home.array(view, self.device))

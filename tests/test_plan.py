@@ -10,6 +10,7 @@ import gc
 import itertools
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -1198,6 +1199,78 @@ def test_tensors_under_differentiation_are_refused_in_the_words_of_torch(device:
     with pytest.raises(TypeError, match=r"^out\[0\] \(dx\): .*grad"):
         backward("rmsnorm", torch_call(torch) | {"out": (torch.zeros(ROWS, COLUMNS, requires_grad=True), None)})
     assert not device.launched
+
+
+class Work:
+    """Of a stream: an event that is over when the test says so."""
+
+    over = threading.Event()
+    fails = False
+
+    def __init__(self, block: bool, disable_timing: bool) -> None:
+        assert block
+        assert disable_timing
+
+    def record(self, stream: Any) -> None:
+        assert stream.ptr == 6
+
+    def synchronize(self) -> None:
+        assert self.over.wait(60)
+        if self.fails:
+            raise RuntimeError("the device fails")
+
+
+class Thing:
+    pass
+
+
+def wait_until(condition: Any) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
+def test_what_is_held_until_the_work_is_done(monkeypatch: Any, device: FakeDevice, fails: bool) -> None:
+    """For frameworks that know nothing of CuPy's streams; nobody waits meanwhile. What fails there ends nothing."""
+    monkeypatch.setattr(device.cupy.cuda, "Event", Work)
+    monkeypatch.setattr(Work, "over", threading.Event())
+    monkeypatch.setattr(Work, "fails", fails)
+    device.stream, home = FakeStream(6), arrays.device_home()
+    for _ in range(2):
+        Work.over.clear()
+        one, two = Thing(), Thing()
+        kept = weakref.ref(one), weakref.ref(two)
+        home.hold((one, None))
+        home.hold([two])
+        del one, two
+        gc.collect()
+        assert all(thing() is not None for thing in kept)
+        Work.over.set()
+        wait_until(lambda kept=kept: all(thing() is None for thing in kept))
+    device.stream.capturing = True  # whoever launches the graph keeps its inputs
+    one = Thing()
+    kept = (weakref.ref(one),)
+    home.hold(one)
+    del one
+    assert kept[0]() is None
+
+
+def test_where_no_thread_can_be_started_the_host_waits(monkeypatch: Any, device: FakeDevice) -> None:
+    monkeypatch.setattr(device.cupy.cuda, "Event", Work)
+    monkeypatch.setattr(Work, "over", threading.Event())
+    device.stream = FakeStream(6)
+
+    def start(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    arrays._held.cache_clear()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    waited = []
+    monkeypatch.setattr(Work, "synchronize", lambda self: waited.append(self))
+    arrays.device_home().hold(Thing())
+    assert len(waited) == 1
 
 
 # --- kernels and devices ----------------------------------------------------------------------------------------------

@@ -239,3 +239,42 @@ def test_memory_that_jax_still_reads_is_not_given_away(cupy: Any) -> None:
         assert not copy.is_ready(), "JAX was done too early for this test to tell"
     np.testing.assert_array_equal(np.asarray(copy), host(expected))
     assert not any(np.asarray(result).any() for results in others for result in results)
+
+
+def test_inputs_that_jax_deletes_are_kept_until_they_are_read(cupy: Any) -> None:
+    """Deleted right after the call, while CuPy's stream is held up before the work; then JAX writes as large arrays."""
+    late = LateInJax(cupy)
+    jax = FRAMEWORKS["jax"]("cuda").jax
+    fill = jax.jit(lambda value: jax.numpy.full((200, 1000), value, "float32"))
+    fill(1.0).block_until_ready()
+    expected = backward("layernorm", late.own)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        spin(cupy, 0)
+        backward("layernorm", late.tensors)
+        stream.synchronize()
+        spin(cupy, DELAY)
+        results = backward("layernorm", late.tensors)
+        del late.tensors
+        others = [fill(float(value)).block_until_ready() for value in range(8)]
+        assert not stream.done, "CuPy's stream was through too early for this test to tell"
+        stream.synchronize()
+    for result, wanted in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(result), host(wanted))
+    assert [float(other[0, 0]) for other in others] == [float(value) for value in range(8)]
+
+
+def test_inputs_may_be_donated_with_results(cupy: Any) -> None:
+    """As a step of an optimizer does, right after the call: what is held is no reference that would forbid it."""
+    late = LateInJax(cupy)
+    jax = FRAMEWORKS["jax"]("cuda").jax
+    step = jax.jit(lambda w, dw: w - dw, donate_argnums=0)
+    w = host(late.own.w)
+    expected = w - host(backward("layernorm", late.own)[1])
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        spin(cupy, DELAY)
+        _, dw, _ = backward("layernorm", late.tensors)
+        stepped = step(late.tensors.w, dw)
+        assert late.tensors.w.is_deleted()
+        assert not stream.done, "CuPy's stream was through too early for this test to tell"
+        stream.synchronize()
+    np.testing.assert_array_equal(np.asarray(stepped), expected)
