@@ -28,7 +28,7 @@ from helpers import (
 from tolerances import EPS, check, db_bound, dw_bound, dx_bound
 
 import cupynorm
-from cupynorm.cuda.config.backward import MOST_WIDENED_BYTES
+from cupynorm.cuda.config import KEPT_BYTES
 from cupynorm.numpy_backend import reference_backward
 
 pytestmark = pytest.mark.gpu
@@ -519,7 +519,7 @@ def test_blocks_that_start_late(cupy: Any, norm: str, columns: int, free: int, m
 def test_a_w_that_is_too_long_to_be_converted(cupy: Any, norm: str, dtype: str) -> None:
     """It is read as it is, by kernels of its own (ANY_W): as one that was converted before the call."""
     shape = 3, 4_200_007
-    assert shape[1] * 4 > MOST_WIDENED_BYTES
+    assert shape[1] * 4 > KEPT_BYTES
     tensors = make_tensors(cupy, norm, shape, dtype, w_dtype="float16")
     dx, dw, db = backward(norm, tensors, has_bias=True)
     wide = replace(tensors, w=tensors.w.astype(np.float32))

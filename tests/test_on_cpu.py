@@ -606,7 +606,7 @@ def test_w_of_any_type_for_rows_that_are_read_twice(
     """As where it is too long to be converted first."""
     for attribute, value in {75: 8, 16: 4, 97: 166912}.items():
         monkeypatch.setitem(fake_device.ATTRIBUTES, attribute, value)
-    monkeypatch.setattr(config.backward, "MOST_WIDENED_BYTES", 0)
+    monkeypatch.setattr(config.backward, "KEPT_BYTES", 0)
     case = case_of(norm, 5, columns, "bfloat16", "float32", "float64")
     tensors = make_case(np, case)
     results = backward(norm, on_device(device, tensors), has_bias=case.has_bias)

@@ -496,8 +496,7 @@ def _kernel(name: str, definitions: tuple[str, ...]) -> Any:
 
 def _widening(problem: NormProblem, definitions: tuple[str, ...]) -> tuple[Any, Any]:
     """The launch that converts w first, or None, and the type that w then has."""
-    usual = problem.w_dtype is None or problem.w_dtype in (problem.x_dtype, problem.compute_dtype)
-    if usual or not problem.want_dx or choose.ANY_W in definitions:
+    if not choose.converts_w(problem) or choose.ANY_W in definitions:
         return None, problem.w_dtype
     widen_w = kernel("widen_w.cu", "widen_w", choose.widening_definitions(problem.x_dtype.name))
     launch = Launch(widen_w, _WIDENING_THREADS).over(-(-problem.columns // _WIDENING_THREADS))

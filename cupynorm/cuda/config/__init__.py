@@ -10,7 +10,14 @@ they are used, each with one time that it was chosen by, in us, of bfloat16, on 
 was measured is in asv_bench/CHOICES.md, under their names. variants.py lists every kernel that can be asked for.
 """
 
-from .backward import ANY_W, BACKWARD_ARGUMENTS, WIDENING_ARGUMENTS, backward_config, widening_definitions
+from .backward import (
+    ANY_W,
+    BACKWARD_ARGUMENTS,
+    WIDENING_ARGUMENTS,
+    backward_config,
+    converts_w,
+    widening_definitions,
+)
 from .column_blocks import column_parts_bytes
 from .common import (
     DX_ALONE,
@@ -82,6 +89,7 @@ __all__ = [
     "backward_config",
     "clusters_at_once",
     "column_parts_bytes",
+    "converts_w",
     "exchange_bytes",
     "few_rows_blocks",
     "few_rows_definitions",

@@ -67,7 +67,7 @@ from .common import (
     staged_threads,
     vector_width,
 )
-from .walkers import takes_at_least, usual_clusters
+from .walkers import KEPT_BYTES, takes_at_least, usual_clusters
 
 # Steps of a ring: the one at work, the next (its sums are needed early), and at least one on its way.
 STAGED_LEAST_STAGES = 3
@@ -248,7 +248,6 @@ GANG_STAGES = 4
 GANG_LEAD = {False: {2: 0, 4: 0}, True: {2: 5, 4: 6}}
 DIRECT_MAX_THREADS = {True: (256, 512), False: (256, 384)}  # of the direct route's variants: in vectors, off 16 bytes
 ANY_W = "ANY_W=1"  # backward_split.cu
-MOST_WIDENED_BYTES = 16 << 20  # of w, where it is of neither x's type nor the arithmetic's: what a stream keeps at most
 SPLIT_THREADS = 256
 
 # Where more blocks than these share a multiprocessor, they count their steps in STEP_COUNTERS places, not in one (an
@@ -305,10 +304,15 @@ def split_definitions(per_thread: int, any_w: bool) -> tuple[str, ...]:
     return f"COLUMNS_PER_THREAD={per_thread}", *((ANY_W,) if any_w else ())
 
 
+def converts_w(problem: NormProblem) -> bool:
+    """Whether dx needs w, which is of neither x's type nor the arithmetic's."""
+    w = problem.w_dtype
+    return problem.want_dx and w is not None and w not in (problem.x_dtype, problem.compute_dtype)
+
+
 def _takes_any_w(problem: NormProblem) -> bool:
-    """Whether w, converted first, would take more than MOST_WIDENED_BYTES."""
-    converted = problem.w_dtype is not None and problem.w_dtype not in (problem.x_dtype, problem.compute_dtype)
-    return problem.want_dx and converted and problem.columns * problem.compute_dtype.itemsize > MOST_WIDENED_BYTES
+    """Whether w, converted first, would take more than a stream keeps."""
+    return converts_w(problem) and problem.columns * problem.compute_dtype.itemsize > KEPT_BYTES
 
 
 def _direct(
