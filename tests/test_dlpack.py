@@ -9,6 +9,7 @@ import contextlib
 import gc
 import importlib
 import os
+import subprocess
 import sys
 import types
 import weakref
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 from foreign import Foreign
 from frameworks import FRAMEWORKS
+from gpu_record import NEEDS_TWO_DEVICES
 from helpers import (
     DTYPES,
     NORMS,
@@ -429,6 +431,37 @@ def test_results_are_of_the_pool_of_torch(norm: str, one_stream: bool) -> None:
         finally:
             library.set_per_process_memory_fraction(1.0)
         assert_same_bits(tuple(torch.values(result) for result in both()), tuple(expected))
+
+
+ON_THE_SECOND_DEVICE = """
+import cupynorm, torch
+x, dy = torch.randn(2, 50, 1000, dtype=torch.float64, device="cuda:1")
+w = torch.randn(1000, dtype=torch.float64, device="cuda:1")
+for stream in (torch.cuda.default_stream(1), torch.cuda.Stream(1)):
+    torch.cuda.synchronize(1)
+    with torch.cuda.stream(stream):
+        {before}
+        y, rstd = cupynorm.rmsnorm_forward(x, w)
+        dx, dw = cupynorm.rmsnorm_backward(x, w, dy, rstd)
+        copied, _ = cupynorm.rmsnorm_forward(x[:, ::2], w[::2])
+        assert all(result.get_device() == 1 for result in (y, rstd, dx, dw, copied))
+        root = (x.square().mean(1) + 1e-6).rsqrt()[:, None]
+        torch.testing.assert_close(y, x * root * w)
+        torch.testing.assert_close(dw, (dy * x * root).sum(0))
+        torch.testing.assert_close(copied, torch.nn.functional.rms_norm(x[:, ::2], (500,), w[::2], 1e-6))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("before", ["pass", "torch.cuda.set_device(0)", "torch.cuda.set_device(1)"])
+def test_tensors_of_the_second_device(before: str) -> None:
+    """In a process of its own, in which nothing has run on the first: PyTorch's current device may be no other's."""
+    cupy, torch = (pytest.importorskip(name) for name in ("cupy", "torch"))
+    if cupy.cuda.runtime.getDeviceCount() < 2 or not torch.cuda.is_available():
+        pytest.skip(NEEDS_TWO_DEVICES)
+    command = [sys.executable, "-c", ON_THE_SECOND_DEVICE.format(before=before)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 class OnCuda(Foreign):
