@@ -270,7 +270,11 @@ def test_inputs_may_be_donated_with_results(cupy: Any) -> None:
     step = jax.jit(lambda w, dw: w - dw, donate_argnums=0)
     w = host(late.own.w)
     expected = w - host(backward("layernorm", late.own)[1])
+    _, dw, _ = backward("layernorm", late.tensors)
+    step(late.tensors.w + 0, dw).block_until_ready()  # compiled
     with cupy.cuda.Stream(non_blocking=True) as stream:
+        spin(cupy, 0)
+        stream.synchronize()
         spin(cupy, DELAY)
         _, dw, _ = backward("layernorm", late.tensors)
         stepped = step(late.tensors.w, dw)
