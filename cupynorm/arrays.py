@@ -1,9 +1,10 @@
 """What came in, and how it goes back: frameworks, devices, DLPack.
 
-NumPy arrays and CuPy arrays stay as they are, arrays of any other framework are imported through DLPack without a copy.
-`way_in` finds, from the type of a call's x, who looks at its arrays: `Host` for NumPy's, `Device` for CuPy's, `Foreign`
-for others. The look tells what the plan of the call depends on from what a backend works on. `Host` and `Device` also
-make arrays, and know what differs between the two kinds of memory.
+NumPy arrays and CuPy arrays stay as they are, arrays of any other framework are imported through DLPack without a copy,
+PyTorch's CUDA tensors without even that. `way_in` finds, from the type of a call's x, who looks at its arrays: `Host`
+for NumPy's, `Device` for CuPy's, `OfTorch` for PyTorch's, `Foreign` for others. The look tells what the plan of the
+call depends on from what a backend works on. `Host` and `Device` also make arrays, and know what differs between the
+two kinds of memory.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Layout = tuple[Any, ...]  # the fields of a problem.ArraySpec, the first of them
 # their layouts; the operands, which a backend works on (NumPy arrays; addresses of device memory, 0 for None); what
 # keeps the memory alive, of which `array` makes a NumPy or CuPy array; and how results get to the caller's framework,
 # where that is another one. A plain tuple: it is made on every call.
-Arrived = tuple[tuple[Layout | None, ...], list[Any], Sequence[Any], "WayBack | None"]
+Arrived = tuple[tuple[Layout | None, ...], list[Any], "Sequence[Any] | _Tensors", "WayBack | None"]
 # Takes the arrays, what error messages call them, and the position of the first that is written into.
 Look = Callable[[Sequence[Any], Sequence[str], int], Arrived]
 
@@ -99,6 +100,16 @@ class Host:
         return contextlib.nullcontext()
 
 
+class _CudaStream:
+    """A stream by its pointer, as NVIDIA's protocol for streams has it."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
 class Device:
     """CUDA memory, as CuPy manages it."""
 
@@ -119,6 +130,7 @@ class Device:
         self.contiguous = self.cupy.ascontiguousarray
         self._kind = self.cupy.ndarray
         self._current_device = self.cupy.cuda.runtime.getDevice
+        self._streams: dict[tuple[int, int], Any] = {}
 
     def look(self, arrays: Sequence[Any], labels: Sequence[str], written: int) -> Arrived:
         kind = self._kind
@@ -156,24 +168,26 @@ class Device:
             return None
         return self.cupy.cuda.Device(device)  # type: ignore[no-any-return]
 
-    def current_stream(self) -> int:
-        """The pointer of CuPy's current stream, 1 for the legacy default stream, which CuPy holds as 0."""
-        return self.cupy.cuda.get_current_stream().ptr or 1
+    def current_stream(self, device: int) -> int:
+        """The pointer of CuPy's current stream on a device, 1 for the legacy default stream, which CuPy holds as 0."""
+        return self.cupy.cuda.get_current_stream(device).ptr or 1
 
-    def current_stream_of(self, device: int) -> int:
-        """The same on a device that need not be the current one."""
-        scope = self.scope(device)
-        if scope is None:
-            return self.current_stream()
-        with scope:
-            return self.current_stream()
+    def stream_at(self, pointer: int, device: int) -> Any:
+        """CuPy's object for another library's stream on a device; one for each, for workspace is kept by these."""
+        key = pointer, device
+        stream = self._streams.get(key)
+        if stream is None:
+            with self.scope(device) or contextlib.nullcontext():
+                stream = self._streams.setdefault(key, self._make_stream(pointer))
+        return stream
 
-    def order(self, first: int, then: int) -> None:
-        """Two streams of the current device, by their pointers: the second waits for what the first has to do."""
-        cuda = self.cupy.cuda
-        event = cuda.Event(disable_timing=True)
-        cuda.runtime.eventRecord(event.ptr, first)
-        cuda.runtime.streamWaitEvent(then, event.ptr)
+    def _make_stream(self, pointer: int) -> Any:
+        kind = self.cupy.cuda.Stream
+        if pointer in _DEFAULT_STREAMS:
+            return kind.null
+        if hasattr(kind, "from_external"):
+            return kind.from_external(_CudaStream(pointer))
+        return self.cupy.cuda.ExternalStream(pointer)
 
     def hold(self, things: Any) -> None:
         """Keep things until CuPy's current stream, of the current device, has done what it has to do.
@@ -254,50 +268,33 @@ def is_capturing(stream: Any) -> bool:
 class Handed:
     """The way back of results that NumPy or CuPy makes: the framework's from_dlpack, without a copy.
 
-    On CUDA its current stream then waits for CuPy's, for what was written into arrays of its own, too; and inputs are
-    held until the work is done: whoever deletes one, of JAX's, say, may have its memory used again before that.
+    On CUDA its current stream then waits for CuPy's, for what was written into arrays of its own, too; and the call's
+    arrays are held until the work is done: whoever deletes one, of JAX's, say, may have its memory used again before.
     """
 
-    def __init__(self, give: Callable[[Array], Any], inputs: Sequence[Any] | None) -> None:
-        self.give = give
-        self.on_device = inputs is not None
-        self._inputs = inputs
+    stream = None
 
-    def after(self, device: int | None) -> None:
-        """When the work is on its way, or a part of it."""
-        if self.on_device:
-            device_home().hold(self._inputs)
+    def __init__(self, give: Callable[[Array], Any], arrays: Sequence[Any]) -> None:
+        self.give, self.arrays = give, arrays
 
 
 class MadeByTorch:
     """The way back of PyTorch's CUDA tensors: results are such tensors from the start.
 
-    Their memory is of PyTorch's pool and belongs to its current stream, as with operators of its own: whoever frees
-    one, or captures a graph, need not know of CuPy's.
+    The work is on PyTorch's current stream, and the results' memory of its pool, as with operators of its own: whoever
+    frees one, or captures a graph, in whichever thread, need not know of CuPy's.
     """
 
-    def __init__(self, torch: Any, current_stream: Callable[[Any], int] | None) -> None:
+    def __init__(self, torch: Any, stream: Any) -> None:
+        self.stream = stream  # which is to be CuPy's current one; None where it is
         self._empty = torch.empty
         self._dtypes = {ours: its_own for its_own, ours in _dtypes_of(torch).items()}
         self._device = functools.cache(functools.partial(torch.device, "cuda"))
-        self._current_stream = current_stream  # None where it is CuPy's, so that nothing has to wait
 
     def make(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int | None) -> tuple[Any, int]:
         """A new tensor, and its address."""
         tensor = self._empty(shape, dtype=self._dtypes[dtype], device=self._device(device))
         return tensor, tensor.data_ptr()
-
-    def before(self, device: int | None) -> None:
-        """CuPy's current stream waits for PyTorch's: for inputs, and for what used the memory of the results before."""
-        if self._current_stream is not None:
-            home = device_home()
-            home.order(self._current_stream(device) or 1, home.current_stream())
-
-    def after(self, device: int | None) -> None:
-        """When the work is on its way, or a part of it, PyTorch's stream waits for CuPy's."""
-        if self._current_stream is not None:
-            home = device_home()
-            home.order(home.current_stream(), self._current_stream(device) or 1)
 
 
 WayBack = Handed | MadeByTorch
@@ -320,7 +317,7 @@ class Foreign:
             return self._import(arrays, labels, written, None, None)
         home = device_home()
         with home.scope(device) or contextlib.nullcontext():
-            return self._import(arrays, labels, written, device, home.current_stream())
+            return self._import(arrays, labels, written, device, home.current_stream(device))
 
     def _import(
         self, arrays: Sequence[Any], labels: Sequence[str], written: int, device: int | None, stream: int | None
@@ -362,7 +359,7 @@ class Foreign:
         host = [None if view is None else dlpack.as_numpy(view) for view in views]
         dtypes = {view.dtype: getattr(value, "dtype", None) for value, view in zip(arrays, views, strict=True) if view}
         give = functools.partial(_give_from_host, importer, dtypes)
-        return tuple(layouts), host, [*host], Handed(give, None)
+        return tuple(layouts), host, [*host], Handed(give, arrays)
 
 
 class OfTorch(Foreign):
@@ -376,18 +373,28 @@ class OfTorch(Foreign):
         super().__init__(kind)
         torch: Any = importlib.import_module(_TORCH)
         self._kinds, self._dtypes = (torch.Tensor, torch.nn.Parameter), _dtypes_of(torch)
-        # These are not public, but for the last, which takes ten times as long, and not in all versions and builds.
+        # None of these is public, nor in all versions and builds; what stands for the last takes ten times as long.
         internal = torch._C
         self._modes = getattr(internal, "_len_torch_dispatch_stack", lambda: 0)
         self._transform = getattr(getattr(internal, "_functorch", None), "peek_interpreter_stack", lambda: None)
         self._tracing = getattr(internal, "_get_tracing_state", lambda: None)
-        self._current_stream: Callable[[Any], int] = getattr(
+        self._function_modes = getattr(internal, "_len_torch_function_stack", lambda: 0)
+        self._without_them = getattr(internal, "DisableTorchFunction", contextlib.nullcontext)
+        self._current_stream: Callable[[int], int] = getattr(
             internal, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
         )
-        self._on_one_stream, self._on_two = MadeByTorch(torch, None), MadeByTorch(torch, self._current_stream)
+        self._on_one_stream = MadeByTorch(torch, None)
+        self._on_two = functools.lru_cache(maxsize=256)(
+            lambda pointer, device: MadeByTorch(torch, device_home().stream_at(pointer, device))
+        )
 
     def look(self, arrays: Sequence[Any], labels: Sequence[str], written: int) -> Arrived:
-        return self._look_directly(arrays) or super().look(arrays, labels, written)
+        if self._function_modes():  # torch.set_default_device is one: a tensor's every attribute would go through it
+            with self._without_them():
+                arrived = self._look_directly(arrays)
+        else:
+            arrived = self._look_directly(arrays)
+        return arrived or super().look(arrays, labels, written)
 
     def _look_directly(self, arrays: Sequence[Any]) -> Arrived | None:
         """A call on CUDA tensors.
@@ -417,22 +424,20 @@ class OfTorch(Foreign):
             strides = None if array.is_contiguous() else tuple([step * dtype.itemsize for step in array.stride()])
             layouts.append((shape, strides, dtype, array.get_device(), address % START_BYTES))
             addresses.append(address)
-        device, home = arrays[0].get_device(), device_home()
-        one_stream = (self._current_stream(device) or 1) == home.current_stream_of(device)
-        views = _Tensors(arrays, layouts, addresses)
-        return tuple(layouts), addresses, views, self._on_one_stream if one_stream else self._on_two
+        device = arrays[0].get_device()
+        stream = self._current_stream(device)
+        on_one_stream = (stream or 1) == device_home().current_stream(device)
+        way_back = self._on_one_stream if on_one_stream else self._on_two(stream, device)
+        return tuple(layouts), addresses, _Tensors(arrays, layouts, tuple(addresses)), way_back
 
 
-class _Tensors(Sequence[Any]):
+class _Tensors:
     """A call's tensors, as Device.array() takes them: only the few calls that need arrays of CuPy's ask for them."""
 
-    def __init__(self, tensors: Sequence[Any], layouts: Sequence[Layout | None], addresses: Sequence[int]) -> None:
+    def __init__(self, tensors: Sequence[Any], layouts: Sequence[Layout | None], addresses: tuple[int, ...]) -> None:
         self._tensors, self._layouts, self._addresses = tensors, layouts, addresses
 
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __getitem__(self, position: Any) -> Any:
+    def __getitem__(self, position: int) -> dlpack.Imported:
         layout = self._layouts[position]
         assert layout is not None
         shape, strides, dtype, device, _ = layout

@@ -7,6 +7,7 @@ only ask what depends on addresses and on the moment: overlaps, the current devi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -98,11 +99,11 @@ def run(operation: Operation, inputs: tuple[Any, ...], out: Any, *options: Any) 
         plan = plan_of.__wrapped__(operation, layouts, *options)
     if targets and operands != plan.apart:
         plan.check_overlaps(operands)
-    scope = plan.home.scope(plan.device)
+    scope, stream = plan.home.scope(plan.device), None if way_back is None else way_back.stream
     try:
-        if scope is None:
+        if scope is None and stream is None:
             return plan.run(operands, views, targets, way_back)
-        with scope:
+        with scope or contextlib.nullcontext(), contextlib.nullcontext() if stream is None else stream:
             return plan.run(operands, views, targets, way_back)
     finally:
         if targets and way_back is not None:
@@ -206,7 +207,7 @@ class Plan:
     def run(
         self,
         operands: list[Any],
-        views: Sequence[Any],
+        views: Any,
         targets: tuple[Any, ...],
         way_back: WayBack | None,
     ) -> tuple[Any, ...]:
@@ -214,11 +215,9 @@ class Plan:
         home, device = self.home, self.device
         results = [*targets] or self._no_targets.copy()
         operands += self._no_operands
-        by_torch = way_back if isinstance(way_back, MadeByTorch) else None
-        if by_torch is not None:
+        if isinstance(way_back, MadeByTorch):
             for operand, result, shape, dtype in self._new:
-                results[result], operands[operand] = by_torch.make(shape, dtype, device)
-            by_torch.before(device)
+                results[result], operands[operand] = way_back.make(shape, dtype, device)
         else:
             for operand, result, shape, dtype in self._alone:
                 results[result] = array = home.empty(shape, dtype)
@@ -233,13 +232,13 @@ class Plan:
             else:
                 self._work(*operands)
         finally:
-            if way_back is not None:
-                way_back.after(device)
+            if device is not None and isinstance(way_back, Handed):
+                home.hold(way_back.arrays)
         if isinstance(way_back, Handed):
             self._hand_over(results, views, way_back)
         return tuple(results)
 
-    def _work_on_copies(self, operands: list[Any], views: Sequence[Any]) -> None:
+    def _work_on_copies(self, operands: list[Any], views: Any) -> None:
         """Work on stand-ins for the operands whose rows do not lie at one stride."""
         home, copies, stand_ins = self.home, [], []
         with home.temporaries():
@@ -258,7 +257,7 @@ class Plan:
         """The results in the caller's framework, whose current stream then waits for the work on CuPy's."""
         for _, result, *_ in self._new:
             results[result] = way_back.give(results[result])
-        if way_back.on_device:
+        if self.device is not None:
             for view in views[len(self._operation.inputs) :]:
                 if view is not None:
                     way_back.give(self.home.array(view, self.device))

@@ -9,7 +9,7 @@
 
 constexpr int kThreads = 256;
 
-// ANY_W  1: w is of any type, for converted beforehand it would take more than MOST_WIDENED_BYTES of config/backward.py. Kernels for
+// ANY_W  1: w is of any type, for converted beforehand it would take more than KEPT_BYTES of config/walkers.py. Kernels for
 //           it take 2 to 7% longer, whatever its type.
 #ifndef ANY_W
 #define ANY_W 0

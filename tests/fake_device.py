@@ -91,7 +91,8 @@ class FakeDevice:
         self.allocated: list[tuple[str, int]] = []  # by which allocator, bytes
         self.zeroed: list[tuple[int, int]] = []  # address, bytes
         self.current = 0
-        self.stream = FakeStream()
+        self.stream = FakeStream()  # the current one, of devices that have no other among `streams`
+        self.streams: dict[int, FakeStream] = {}
         self.error: Exception | None = None  # what launches raise
         self.status = 0  # what the driver library returns
         self._kernels: list[tuple[str, str, tuple[str, ...]]] = []  # file, name, definitions
@@ -105,7 +106,7 @@ class FakeDevice:
         }.items():
             monkeypatch.setattr(runtime, name, replacement)
         monkeypatch.setattr(self.cupy.cuda, "Device", self._device)
-        monkeypatch.setattr(self.cupy.cuda, "get_current_stream", lambda: self.stream)
+        monkeypatch.setattr(self.cupy.cuda, "get_current_stream", lambda device=-1: self._stream_of(device))
         monkeypatch.setattr(self.cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 2)
         monkeypatch.setattr(self.cupy.cuda.driver, "funcSetAttribute", lambda *_: None)
         monkeypatch.setattr(self.cupy.cuda.driver, "launchKernel", self._launch)
@@ -124,6 +125,9 @@ class FakeDevice:
         monkeypatch.setattr(launch, "device_of", functools.cache(launch.device_of.__wrapped__))
         plans = functools.lru_cache(maxsize=dispatch.plan_of.cache_info().maxsize, typed=True)
         monkeypatch.setattr(dispatch, "plan_of", plans(dispatch.plan_of.__wrapped__))
+
+    def _stream_of(self, device: int) -> Any:
+        return self.streams.get(self.current if device < 0 else device, self.stream)
 
     # --- arrays ---
 
@@ -148,8 +152,10 @@ class FakeDevice:
     @contextlib.contextmanager
     def _device(self, device: int) -> Iterator[None]:
         before, self.current = self.current, device
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     # --- kernels and the driver library ---
 

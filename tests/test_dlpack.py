@@ -186,6 +186,30 @@ def test_kinds_of_tensors_that_cannot_be_read_are_refused(torch: Any, device: st
 
 
 @pytest.mark.parametrize("device", BOTH_DEVICES)
+@pytest.mark.parametrize("layout", ["transposed", "every second column", "rows at two strides"])
+def test_out_tensors_of_any_layout_are_written(torch: Any, device: str, layout: str) -> None:
+    """By a copy; what lies between their elements is left alone."""
+    tensors = exported(torch, make_tensors(np, "layernorm", (4, 8, 48), "float32"))
+
+    def empty() -> tuple[Any, Any]:
+        shape = {"transposed": (4, 48, 8), "every second column": (4, 8, 96), "rows at two strides": (4, 9, 48)}[layout]
+        whole = torch.array(np.full(shape, 7, np.float32))
+        views = {"transposed": whole.transpose(1, 2), "every second column": whole[..., ::2], "": whole[:, :8]}
+        return whole, views.get(layout, views[""])
+
+    for run in (
+        lambda out: backward("layernorm", tensors, out=out),
+        lambda out: forward("layernorm", tensors, out=out),
+    ):
+        expected = torch.values(run(None)[0])
+        whole, out = empty()
+        assert run((out, None, None))[0] is out
+        np.testing.assert_array_equal(torch.values(out), expected)
+        out.fill_(7)
+        assert bool((whole == 7).all())
+
+
+@pytest.mark.parametrize("device", BOTH_DEVICES)
 @pytest.mark.parametrize("layout", ["slice", "every second row", "transposed", "every second column", "expanded"])
 def test_layouts_of_tensors(monkeypatch: Any, torch: Any, device: str, layout: str) -> None:
     """Rows at one stride are read in place, as everywhere."""

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import test_config as of_config
 from fake_device import ATTRIBUTES, FakeDevice, FakeStream
+from foreign import Foreign
 from helpers import DTYPES, NORMS
 
 import cupynorm
@@ -1002,36 +1003,45 @@ def test_contiguous_arrays_are_known_without_their_strides(device: FakeDevice) -
 
 
 class TorchOnDevice:
-    """Torch whose host tensors say that they lie on the device, and which makes others there; what happened in turn."""
+    """Torch whose host tensors say that they lie on the device, and which makes others there."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
         self.torch = pytest.importorskip("torch")
         self.device, self.stream = 0, 0  # of all tensors; the current one
-        self.happened: list[Any] = []
+        self.asked: list[Any] = []  # the devices on which tensors were made
         empty, torch = self.torch.empty, self.torch
 
         def on_host(shape: Any, *, dtype: Any, device: Any, **others: Any) -> Any:
             if device.type != "cuda":
                 return empty(shape, dtype=dtype, device=device, **others)
-            self.happened.append(("made on", device))
+            self.asked.append(device)
             return empty(shape, dtype=dtype)
 
-        class Event:
-            ptr = 7
-
-            def __init__(self, disable_timing: bool) -> None:
-                assert disable_timing
-
-        runtime, launch = device.cupy.cuda.runtime, device._launch
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "cpu"))
         monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: self.device)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device_id: self.stream, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", self.stream_of, raising=False)
         monkeypatch.setattr(torch, "empty", on_host)
-        monkeypatch.setattr(device.cupy.cuda, "Event", Event)
-        monkeypatch.setattr(runtime, "eventRecord", lambda event, stream: self.happened.append(("recorded", stream)))
-        monkeypatch.setattr(runtime, "streamWaitEvent", lambda stream, event: self.happened.append(("waits", stream)))
-        noted = lambda *arguments: (launch(*arguments), self.happened.append("launched"))  # noqa: E731
-        monkeypatch.setattr(device.cupy.cuda.driver, "launchKernel", noted)
+        monkeypatch.setattr(arrays.device_home(), "_streams", {})
+        monkeypatch.setattr(arrays.device_home(), "_make_stream", lambda pointer: OtherStream(device, pointer))
+
+    def stream_of(self, device: int) -> int:
+        assert device == self.device
+        return self.stream
+
+
+class OtherStream(FakeStream):
+    """A stream that can be made the current one."""
+
+    def __init__(self, device: FakeDevice, pointer: int) -> None:
+        super().__init__(pointer)
+        self.device, self.made_on = device, device.current
+
+    def __enter__(self) -> None:
+        assert self.device.current == self.made_on
+        self.before, self.device.stream = self.device.stream, self
+
+    def __exit__(self, *_: Any) -> None:
+        self.device.stream = self.before
 
 
 @pytest.fixture
@@ -1065,28 +1075,119 @@ def test_tensors_on_the_same_stream_wait_for_nothing(
     addresses = [call[name].data_ptr() for name in ("x", "dy", "w")]
     assert list(launch.fields()[:7]) == [*addresses, 0, call["rstd"].data_ptr(), dx.data_ptr(), dw.data_ptr()]
     assert not [size for allocator, size in device.allocated if allocator == "result"]
-    assert on_device.happened == [("made on", torch.device("cuda", 0))] * 2 + ["launched"]
+    assert on_device.asked == [torch.device("cuda", 0)] * 2
+    assert launch.stream == 0
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
-def test_tensors_on_two_streams(device: FakeDevice, on_device: TorchOnDevice, fails: bool) -> None:
-    """CuPy's waits when the results are made, PyTorch's after the launch, also where that fails. On the tensors'
-    device, whichever is the current one, also to PyTorch."""
-    torch = on_device.torch
-    on_device.device, on_device.stream, device.stream = 1, 5, FakeStream(6)
-    backward("rmsnorm", torch_call(torch))
-    in_turn = [("recorded", 5), ("waits", 6), "launched", ("recorded", 6), ("waits", 5)]
-    assert on_device.happened == [("made on", torch.device("cuda", 1))] * 2 + in_turn
-    on_device.happened.clear()
+def test_the_work_is_on_the_stream_of_torch(device: FakeDevice, on_device: TorchOnDevice, fails: bool) -> None:
+    """On the tensors' device, whichever is the current one, also to PyTorch; CuPy's is afterwards what it was."""
+    torch, before = on_device.torch, FakeStream(6)
+    on_device.device, on_device.stream, device.stream = 1, 5, before
+    for _ in range(2):
+        backward("rmsnorm", torch_call(torch))
     if fails:
         device.error = RuntimeError("no launch")
         with pytest.raises(RuntimeError, match="no launch"):
             backward("rmsnorm", torch_call(torch))
-        assert on_device.happened[2:] == [event for event in in_turn if event != "launched"]
-    on_device.happened.clear()
-    on_device.stream, device.stream, device.error = 0, FakeStream(), None
+    device.error = None
+    assert (device.stream, device.current) == (before, 0)
+    assert {launch.stream for launch in device.launched} == {5}
+    assert set(on_device.asked) == {torch.device("cuda", 1)}
+    assert list(arrays.device_home()._streams) == [(5, 1)], "workspace is kept by the stream's object"
+    device.streams = {1: FakeStream(5)}  # of that device CuPy's is the same one
     backward("rmsnorm", torch_call(torch))
-    assert on_device.happened[2:] == ["launched"]
+    device.streams, on_device.stream, device.stream = {}, 0, FakeStream()
+    backward("rmsnorm", torch_call(torch))
+    assert [launch.stream for launch in device.launched[-2:]] == [6, 0]
+    assert len(arrays.device_home()._streams) == 1
+
+
+def test_where_something_intercepts_every_function_of_torch(device: FakeDevice, torch: Any) -> None:
+    """As torch.set_default_device does, and so each attribute of a tensor; not the look's."""
+    from torch.overrides import TorchFunctionMode
+
+    class Mode(TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **kwargs or {})
+
+    call, seen = torch_call(torch), []
+    with Mode():
+        arrived = arrays.way_in(torch.Tensor)([call["x"], call["w"]], ("x", "w"), 2)
+    assert isinstance(arrived[-1], arrays.MadeByTorch)
+    assert not seen
+
+
+@pytest.mark.parametrize("layout", ["every second column", "transposed"])
+def test_out_tensors_whose_rows_lie_at_no_one_stride_are_written(
+    monkeypatch: Any, device: FakeDevice, torch: Any, layout: str
+) -> None:
+    """By a copy of what the kernels wrote elsewhere."""
+    copied = []
+
+    class Target:
+        def __init__(self, view: Any) -> None:
+            self.view, self.shape = view, view.shape
+
+        def __setitem__(self, key: Any, value: Any) -> None:
+            copied.append((self.view.pointer, self.view.strides, value.data.ptr))
+
+    monkeypatch.setattr(arrays.device_home(), "array", lambda view, device: Target(view))
+    call = torch_call(torch) | {"x": torch.zeros(ROWS, COLUMNS), "dy": torch.zeros(ROWS, COLUMNS)}
+    dx = torch.zeros(ROWS, 2 * COLUMNS)[:, ::2] if layout == "every second column" else torch.zeros(COLUMNS, ROWS).T
+    assert backward("rmsnorm", call | {"out": (dx, None)})[0] is dx
+    ((pointer, strides, stand_in),) = copied
+    assert (pointer, strides) == (dx.data_ptr(), tuple(4 * step for step in dx.stride()))
+    assert device.launched[-1].fields()[5] == stand_in != pointer
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
+@pytest.mark.parametrize("given", [False, True], ids=["results", "out"])
+def test_arrays_of_other_frameworks_on_a_device(monkeypatch: Any, device: FakeDevice, given: bool, fails: bool) -> None:
+    """CuPy's current stream waits for each array; the launch; then all are held, and results are handed over, or what
+    was written into is: for that the framework's stream waits."""
+    happened: list[Any] = []
+
+    class OnCuda(Foreign):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (2, 1)
+
+        def __dlpack__(self, *, max_version: Any, stream: int) -> Any:
+            happened.append(("waits", stream))
+            return self.array.__dlpack__(max_version=max_version)
+
+        def __array_namespace__(self) -> Any:
+            return SimpleNamespace(from_dlpack=lambda array: happened.append(("given", array.data.ptr)) or array)
+
+    def launch(*arguments: Any) -> None:
+        happened.append("launched")
+        device._launch(*arguments)
+
+    def hold(things: Any) -> None:
+        happened.append(("held", device.current, things))
+
+    monkeypatch.setattr(device.cupy.cuda.driver, "launchKernel", launch)
+    monkeypatch.setattr(arrays.device_home(), "hold", hold)
+    device.stream = FakeStream(6)
+    x, w, dy, rstd, *out = (OnCuda(np.ones(shape, np.float32)) for shape in ((9, 8), 8, (9, 8), 9, (9, 8), 8))
+    call = {"x": x, "w": w, "dy": dy, "rstd": rstd} | ({"out": tuple(out)} if given else {})
+    number = 6 if given else 4
+    if fails:
+        device.error = RuntimeError("no launch")
+        with pytest.raises(RuntimeError, match="no launch"):
+            backward("rmsnorm", call)
+    else:
+        results = backward("rmsnorm", call)
+    assert happened[: number + 1] == [("waits", 6)] * number + ["launched"]
+    kind, current, things = happened[number + 1]
+    assert (kind, current) == ("held", 1)
+    assert all(any(array is thing for thing in things) for array in (x, w, dy, rstd, *(out if given else ())))
+    if fails:
+        assert len(happened) == number + 2
+    else:
+        addresses = [array.array.ctypes.data for array in out] if given else [array.data.ptr for array in results]
+        assert happened[number + 2 :] == [("given", address) for address in addresses]
 
 
 def test_tensors_whose_rows_lie_at_no_one_stride(device: FakeDevice, torch: Any) -> None:
@@ -1212,9 +1313,10 @@ class Work:
         assert disable_timing
 
     def record(self, stream: Any) -> None:
-        assert stream.ptr == 6
+        self.recorded = stream.ptr
 
     def synchronize(self) -> None:
+        assert self.recorded == 6
         assert self.over.wait(60)
         if self.fails:
             raise RuntimeError("the device fails")

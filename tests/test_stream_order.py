@@ -14,6 +14,8 @@ from frameworks import FRAMEWORKS
 from helpers import NORMS, Tensors, backward, forward, host, make_tensors
 from test_cuda_runtime import spin
 
+import cupynorm
+
 pytestmark = pytest.mark.gpu
 
 DELAY = 0.3
@@ -76,7 +78,7 @@ def test_a_call_waits_for_what_the_producer_writes(cupy: Any, torch: Any, norm: 
 @pytest.mark.parametrize("given", [False, True], ids=["results", "out"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_producer_waits_for_results(cupy: Any, torch: Any, norm: str, given: bool) -> None:
-    """Read on torch's stream right after the call, while CuPy's stream is still held up before the work."""
+    """Read on torch's stream right after the call, while CuPy's stream, on which nothing of it is, is held up."""
     late = Late(cupy, torch, norm)
     late.fill()
     out = tuple(torch.full_like(late.ready[name], torch.nan) for name in ("x", "w", "w")) if given else None
@@ -119,7 +121,7 @@ def test_torch_and_cupy_on_one_stream(cupy: Any, torch: Any, norm: str, given: b
 @pytest.mark.parametrize("norm", NORMS)
 def test_memory_that_another_stream_still_reads_is_not_given_away(cupy: Any, torch: Any, norm: str) -> None:
     """A result is deleted while torch's stream, on which it was made, has yet to read it; then another of its streams
-    makes a call, with results as large. All work is on one stream of CuPy's, whose pool would give that memory.
+    makes a call, with results as large. CuPy's stream is one for both, and its pool would give that memory.
     """
     late = Late(cupy, torch, norm)
     late.fill()
@@ -151,13 +153,12 @@ def test_a_graph_of_torch_has_its_results(cupy: Any, torch: Any, norm: str) -> N
     tensors = Tensors(**dict.fromkeys(("x", "w", "b", "dy", "mean", "rstd")) | given)
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()
-    with cupy.cuda.ExternalStream(side.cuda_stream):
-        with torch.cuda.stream(side):
-            forward(norm, tensors)  # once before, to compile
-            backward(norm, tensors)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=side):
-            results = (*forward(norm, tensors), *backward(norm, tensors))
+    with torch.cuda.stream(side):
+        forward(norm, tensors)  # once before, to compile
+        backward(norm, tensors)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=side):
+        results = (*forward(norm, tensors), *backward(norm, tensors))
     neighbours = [torch.full((1 << power,), 0x5A, dtype=torch.uint8, device="cuda") for power in range(9, 24)]
     for name, tensor in given.items():
         tensor.copy_(torch.from_numpy(host(getattr(second, name))))
@@ -167,6 +168,51 @@ def test_a_graph_of_torch_has_its_results(cupy: Any, torch: Any, norm: str) -> N
     torch.cuda.synchronize()
     for result, wanted in zip(results, expected, strict=True):
         np.testing.assert_array_equal(result.cpu().numpy(), wanted)
+    assert all(bool((neighbour == 0x5A).all()) for neighbour in neighbours), "the graph wrote into others' memory"
+
+
+def test_a_graph_of_torch_with_both_passes_by_autograd(torch: Any) -> None:
+    """Captured as any of PyTorch's is: its own stream, the backward pass in a thread of autograd's."""
+
+    class Norm(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, x: Any, w: Any) -> Any:
+            y, rstd = cupynorm.rmsnorm_forward(x.detach(), w.detach())
+            ctx.save_for_backward(x, w, rstd)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, dy: Any) -> Any:
+            x, w, rstd = ctx.saved_tensors
+            return cupynorm.rmsnorm_backward(x.detach(), w.detach(), dy, rstd)
+
+    x = torch.randn(300, 1000, device="cuda", requires_grad=True)
+    w, dy = torch.randn(1000, device="cuda", requires_grad=True), torch.randn(300, 1000, device="cuda")
+
+    def step() -> Any:
+        x.grad = w.grad = None
+        y = Norm.apply(x, w)
+        y.backward(dy)
+        return y
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()  # once before, to compile
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    found = y, x.grad, w.grad
+    with torch.no_grad():
+        for tensor in (x, w, dy):
+            tensor.normal_()
+    neighbours = [torch.full((1 << power,), 0x5A, dtype=torch.uint8, device="cuda") for power in range(9, 24)]
+    graph.replay()
+    torch.cuda.synchronize()
+    got = [tensor.detach().clone() for tensor in found]
+    expected = step().detach(), x.grad, w.grad
+    assert all(torch.equal(one, another) for one, another in zip(got, expected, strict=True))
     assert all(bool((neighbour == 0x5A).all()) for neighbour in neighbours), "the graph wrote into others' memory"
 
 
