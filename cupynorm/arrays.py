@@ -286,7 +286,7 @@ class MadeByTorch:
     """
 
     def __init__(self, torch: Any, stream: Any) -> None:
-        self.stream = stream  # which is to be CuPy's current one; None where it is
+        self.stream = stream  # PyTorch's, to be made CuPy's current one; None where it is that
         self._empty = torch.empty
         self._dtypes = {ours: its_own for its_own, ours in _dtypes_of(torch).items()}
         self._device = functools.cache(functools.partial(torch.device, "cuda"))
@@ -383,8 +383,8 @@ class OfTorch(Foreign):
         self._current_stream: Callable[[int], int] = getattr(
             internal, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
         )
-        self._on_one_stream = MadeByTorch(torch, None)
-        self._on_two = functools.lru_cache(maxsize=256)(
+        self._on_cupys = MadeByTorch(torch, None)
+        self._on_other = functools.lru_cache(maxsize=256)(
             lambda pointer, device: MadeByTorch(torch, device_home().stream_at(pointer, device))
         )
 
@@ -426,8 +426,8 @@ class OfTorch(Foreign):
             addresses.append(address)
         device = arrays[0].get_device()
         stream = self._current_stream(device)
-        on_one_stream = (stream or 1) == device_home().current_stream(device)
-        way_back = self._on_one_stream if on_one_stream else self._on_two(stream, device)
+        on_cupys = (stream or 1) == device_home().current_stream(device)
+        way_back = self._on_cupys if on_cupys else self._on_other(stream, device)
         return tuple(layouts), addresses, _Tensors(arrays, layouts, tuple(addresses)), way_back
 
 
