@@ -10,13 +10,14 @@ two kinds of memory.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import operator
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -130,7 +131,7 @@ class Device:
         self.contiguous = self.cupy.ascontiguousarray
         self._kind = self.cupy.ndarray
         self._current_device = self.cupy.cuda.runtime.getDevice
-        self._streams: dict[tuple[int, int], Any] = {}
+        self.stream_at = functools.lru_cache(maxsize=256)(self._stream_at)
 
     def look(self, arrays: Sequence[Any], labels: Sequence[str], written: int) -> Arrived:
         kind = self._kind
@@ -172,22 +173,20 @@ class Device:
         """The pointer of CuPy's current stream on a device, 1 for the legacy default stream, which CuPy holds as 0."""
         return self.cupy.cuda.get_current_stream(device).ptr or 1
 
-    def stream_at(self, pointer: int, device: int) -> Any:
+    def _stream_at(self, pointer: int, device: int) -> Any:
         """CuPy's object for another library's stream on a device; one for each, for workspace is kept by these."""
-        key = pointer, device
-        stream = self._streams.get(key)
-        if stream is None:
-            with self.scope(device) or contextlib.nullcontext():
-                stream = self._streams.setdefault(key, self._make_stream(pointer))
-        return stream
-
-    def _make_stream(self, pointer: int) -> Any:
         kind = self.cupy.cuda.Stream
-        if pointer in _DEFAULT_STREAMS:
-            return kind.null
-        if hasattr(kind, "from_external"):
-            return kind.from_external(_CudaStream(pointer))
-        return self.cupy.cuda.ExternalStream(pointer)
+        return kind.null if pointer in _DEFAULT_STREAMS else kind.from_external(_CudaStream(pointer))
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: Any) -> Iterator[None]:
+        """Makes it the current one of the current device. `with stream` would forget one that was set by use()."""
+        before = self.cupy.cuda.get_current_stream()
+        stream.use()
+        try:
+            yield
+        finally:
+            before.use()
 
     def hold(self, things: Any) -> None:
         """Keep things until CuPy's current stream, of the current device, has done what it has to do.
@@ -219,12 +218,22 @@ class Device:
         return contextlib.nullcontext()
 
 
+def _allow_capture_elsewhere() -> None:
+    """That this thread waits ends no capture of another's, as it else would one in the driver's "global" mode."""
+    from .cuda import driver
+
+    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    driver._library().cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+
+
 @functools.cache
 def _held() -> queue.SimpleQueue[Any]:
     """What a thread waits for, one after the other, and drops then."""
     held: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def drop() -> None:
+        with contextlib.suppress(Exception):
+            _allow_capture_elsewhere()
         while True:
             set_device, device, done, things = held.get()
             with contextlib.suppress(Exception):  # a device that fails says so to the next call

@@ -103,8 +103,9 @@ def run(operation: Operation, inputs: tuple[Any, ...], out: Any, *options: Any) 
     try:
         if scope is None and stream is None:
             return plan.run(operands, views, targets, way_back)
-        with scope or contextlib.nullcontext(), contextlib.nullcontext() if stream is None else stream:
-            return plan.run(operands, views, targets, way_back)
+        with scope or contextlib.nullcontext():
+            with contextlib.nullcontext() if stream is None else plan.home.on_stream(stream):
+                return plan.run(operands, views, targets, way_back)
     finally:
         if targets and way_back is not None:
             tell_of_writing(targets)

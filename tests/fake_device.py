@@ -72,6 +72,8 @@ def _names_of_arguments(file: str, name: str) -> list[str]:
 
 
 class FakeStream:
+    """As CuPy's, but that to make it the current one is the device's to do: `use`."""
+
     def __init__(self, ptr: int = 0, capturing: bool = False) -> None:
         self.ptr, self.capturing = ptr, capturing
 
@@ -118,7 +120,8 @@ class FakeDevice:
         monkeypatch.setattr(launch, "_kept", launch._KeptMemory())
         monkeypatch.setattr(launch, "_alloc", lambda size: self._allocate("pool", size))
         monkeypatch.setattr(launch, "_malloc_async", lambda size: self._allocate("graph", size))
-        monkeypatch.setattr(launch, "_current_stream", lambda: self.stream)
+        monkeypatch.setattr(launch, "_current_stream", lambda: self._stream_of(-1))
+        monkeypatch.setattr(FakeStream, "use", self._use(), raising=False)
         monkeypatch.setattr(arrays.device_home(), "empty", self._new)
         monkeypatch.setattr(arrays.device_home(), "_alloc", lambda size: self._allocate("result", size))
         monkeypatch.setattr(arrays.device_home(), "_current_device", lambda: self.current)
@@ -128,6 +131,15 @@ class FakeDevice:
 
     def _stream_of(self, device: int) -> Any:
         return self.streams.get(self.current if device < 0 else device, self.stream)
+
+    def _use(self) -> Any:
+        def use(stream: FakeStream) -> None:
+            if self.current in self.streams:
+                self.streams[self.current] = stream
+            else:
+                self.stream = stream
+
+        return use
 
     # --- arrays ---
 
@@ -175,6 +187,10 @@ class FakeDevice:
     def _launch_cooperative(self, function: int, *others: int) -> None:
         self._launch(function, *others, 0)
         self.launched[-1] = self.launched[-1]._replace(cooperative=True)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        self.capture_mode = mode._obj.value
+        return 0
 
     def cuOccupancyMaxActiveClusters(self, clusters: Any, function: Any, config: Any) -> int:
         clusters._obj.value = 30

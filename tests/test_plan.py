@@ -1021,27 +1021,21 @@ class TorchOnDevice:
         monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: self.device)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", self.stream_of, raising=False)
         monkeypatch.setattr(torch, "empty", on_host)
-        monkeypatch.setattr(arrays.device_home(), "_streams", {})
-        monkeypatch.setattr(arrays.device_home(), "_make_stream", lambda pointer: OtherStream(device, pointer))
+        of_cupy = device.cupy.cuda.Stream
+        monkeypatch.setattr(of_cupy, "null", FakeStream())
+        monkeypatch.setattr(
+            device.cupy.cuda, "Stream", SimpleNamespace(null=of_cupy.null, from_external=self.stream_like)
+        )
+        arrays.device_home().stream_at.cache_clear()
+
+    def stream_like(self, other: Any) -> FakeStream:
+        version, pointer = other.__cuda_stream__()
+        assert version == 0
+        return FakeStream(pointer)
 
     def stream_of(self, device: int) -> int:
         assert device == self.device
         return self.stream
-
-
-class OtherStream(FakeStream):
-    """A stream that can be made the current one."""
-
-    def __init__(self, device: FakeDevice, pointer: int) -> None:
-        super().__init__(pointer)
-        self.device, self.made_on = device, device.current
-
-    def __enter__(self) -> None:
-        assert self.device.current == self.made_on
-        self.before, self.device.stream = self.device.stream, self
-
-    def __exit__(self, *_: Any) -> None:
-        self.device.stream = self.before
 
 
 @pytest.fixture
@@ -1049,6 +1043,7 @@ def on_device(monkeypatch: Any, device: FakeDevice) -> Iterator[TorchOnDevice]:
     arrays.way_in.cache_clear()
     yield TorchOnDevice(monkeypatch, device)
     arrays.way_in.cache_clear()
+    arrays.device_home().stream_at.cache_clear()
 
 
 @pytest.fixture
@@ -1094,13 +1089,23 @@ def test_the_work_is_on_the_stream_of_torch(device: FakeDevice, on_device: Torch
     assert (device.stream, device.current) == (before, 0)
     assert {launch.stream for launch in device.launched} == {5}
     assert set(on_device.asked) == {torch.device("cuda", 1)}
-    assert list(arrays.device_home()._streams) == [(5, 1)], "workspace is kept by the stream's object"
-    device.streams = {1: FakeStream(5)}  # of that device CuPy's is the same one
+    stream_at = arrays.device_home().stream_at
+    assert stream_at(5, 1) is stream_at(5, 1), "workspace is kept by the stream's object"
+    same = FakeStream(5)
+    device.streams = {1: same}  # of that device CuPy's is the same one, and stays it
     backward("rmsnorm", torch_call(torch))
-    device.streams, on_device.stream, device.stream = {}, 0, FakeStream()
+    assert device.launched[-1].stream == 5
+    assert device.streams == {1: same}
+    device.streams, on_device.stream = {}, 0
     backward("rmsnorm", torch_call(torch))
-    assert [launch.stream for launch in device.launched[-2:]] == [6, 0]
-    assert len(arrays.device_home()._streams) == 1
+    assert device.launched[-1].stream == 0
+    assert device.stream is before
+
+
+@pytest.mark.parametrize("pointer", [0, 1])
+def test_the_default_stream_has_one_object(device: FakeDevice, on_device: TorchOnDevice, pointer: int) -> None:
+    assert arrays.device_home().stream_at(pointer, 0) is device.cupy.cuda.Stream.null
+    assert arrays.device_home().stream_at(7, 0).ptr == 7
 
 
 def test_where_something_intercepts_every_function_of_torch(device: FakeDevice, torch: Any) -> None:
@@ -1115,8 +1120,11 @@ def test_where_something_intercepts_every_function_of_torch(device: FakeDevice, 
     call, seen = torch_call(torch), []
     with Mode():
         arrived = arrays.way_in(torch.Tensor)([call["x"], call["w"]], ("x", "w"), 2)
-    assert isinstance(arrived[-1], arrays.MadeByTorch)
-    assert not seen
+        assert not seen
+        assert isinstance(arrived[-1], arrays.MadeByTorch)
+        results = backward("rmsnorm", call)
+    assert seen, "the mode is on again"
+    assert device.launched[-1].fields()[5:7] == tuple(result.data_ptr() for result in results)
 
 
 @pytest.mark.parametrize("layout", ["every second column", "transposed"])
@@ -1339,6 +1347,7 @@ def test_what_is_held_until_the_work_is_done(monkeypatch: Any, device: FakeDevic
     monkeypatch.setattr(device.cupy.cuda, "Event", Work)
     monkeypatch.setattr(Work, "over", threading.Event())
     monkeypatch.setattr(Work, "fails", fails)
+    arrays._held.cache_clear()
     device.stream, home = FakeStream(6), arrays.device_home()
     for _ in range(2):
         Work.over.clear()
@@ -1351,6 +1360,7 @@ def test_what_is_held_until_the_work_is_done(monkeypatch: Any, device: FakeDevic
         assert all(thing() is not None for thing in kept)
         Work.over.set()
         wait_until(lambda kept=kept: all(thing() is None for thing in kept))
+    assert device.capture_mode == 2, "the thread's waiting would end other threads' captures"
     device.stream.capturing = True  # whoever launches the graph keeps its inputs
     one = Thing()
     kept = (weakref.ref(one),)
