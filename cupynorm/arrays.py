@@ -449,10 +449,9 @@ class _Tensors:
     def __getitem__(self, position: int) -> dlpack.Imported:
         layout = self._layouts[position]
         assert layout is not None
-        shape, strides, dtype, device, _ = layout
+        shape, strides, dtype, *_ = layout
         strides = dlpack.contiguous_strides(shape, dtype.itemsize) if strides is None else strides
-        place, owner = (dlpack.CUDA_DEVICES[0], device), self._tensors[position]
-        return dlpack.Imported(self._addresses[position], tuple(shape), strides, dtype, place, False, owner)
+        return dlpack.Imported(self._addresses[position], tuple(shape), strides, dtype, False, self._tensors[position])
 
 
 @functools.cache

@@ -43,7 +43,6 @@ class Imported(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in bytes
     dtype: np.dtype[Any]
-    device: tuple[int, int]  # type, number
     read_only: bool
     owner: object
 
@@ -83,19 +82,14 @@ def read(capsule: object) -> Imported:
         if major != 1:  # a later layout may differ
             raise BufferError(f"DLPack version {major}.{minor}; version 1 is needed")
         address += _HEADER.size
-    return _imported(_unpack(_TENSOR, address), bool(flags & _READ_ONLY), capsule)
-
-
-def _imported(tensor: tuple[int, ...], read_only: bool, owner: object) -> Imported:
-    data, device_type, device_id, ndim, code, bits, lanes, shape_at, strides_at, byte_offset = tensor
+    data, _, _, ndim, code, bits, lanes, shape_at, strides_at, byte_offset = _unpack(_TENSOR, address)
     integers = _bytes(8 * ndim).from_address
     extents = integers(shape_at).raw if ndim else b""
     steps = integers(strides_at).raw if ndim and strides_at else None
     shape, strides, dtype = _layout(extents, steps, code, bits, lanes)
     if not data and 0 not in shape:  # a tensor of zeros that PyTorch has not made yet
         raise BufferError("it names no memory")
-    fields = data + byte_offset, shape, strides, dtype, (device_type, device_id), read_only, owner
-    return tuple.__new__(Imported, fields)
+    return Imported(data + byte_offset, shape, strides, dtype, bool(flags & _READ_ONLY), capsule)
 
 
 @functools.lru_cache(maxsize=4096)

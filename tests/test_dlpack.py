@@ -194,8 +194,8 @@ def test_out_tensors_of_any_layout_are_written(torch: Any, device: str, layout: 
     def empty() -> tuple[Any, Any]:
         shape = {"transposed": (4, 48, 8), "every second column": (4, 8, 96), "rows at two strides": (4, 9, 48)}[layout]
         whole = torch.array(np.full(shape, 7, np.float32))
-        views = {"transposed": whole.transpose(1, 2), "every second column": whole[..., ::2], "": whole[:, :8]}
-        return whole, views.get(layout, views[""])
+        views = {"transposed": whole.transpose(1, 2), "every second column": whole[..., ::2]}
+        return whole, views.get(layout, whole[:, :8])
 
     for run in (
         lambda out: backward("layernorm", tensors, out=out),
