@@ -10,7 +10,6 @@ two kinds of memory.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib
 import operator
@@ -30,6 +29,7 @@ from .problem import FLOAT_NAMES, START_BYTES
 IMMUTABLE_FRAMEWORKS = ("jax", "tensorflow")
 _TORCH = "torch"
 _DEFAULT_STREAMS = (0, 1)  # the legacy default stream cannot be captured
+_NOTHING = contextlib.nullcontext()
 
 Array = Any  # numpy.ndarray or cupy.ndarray: the two share the interface that is used here
 Layout = tuple[Any, ...]  # the fields of a problem.ArraySpec, the first of them at least; strides None: C-contiguous
@@ -94,7 +94,7 @@ class Host:
     def addresses(self, operands: Sequence[Array | None]) -> Sequence[int]:
         return [0 if array is None else array.__array_interface__["data"][0] for array in operands]
 
-    def scope(self, device: int | None) -> None:
+    def scope(self, device: int | None, way_back: WayBack | None) -> None:
         """The host is always current."""
 
     def temporaries(self) -> AbstractContextManager[Any]:
@@ -131,7 +131,6 @@ class Device:
         self.contiguous = self.cupy.ascontiguousarray
         self._kind = self.cupy.ndarray
         self._current_device = self.cupy.cuda.runtime.getDevice
-        self.stream_at = functools.lru_cache(maxsize=256)(self._stream_at)
 
     def look(self, arrays: Sequence[Any], labels: Sequence[str], written: int) -> Arrived:
         kind = self._kind
@@ -163,30 +162,39 @@ class Device:
     def addresses(self, operands: Sequence[int]) -> Sequence[int]:
         return operands
 
-    def scope(self, device: int) -> AbstractContextManager[Any] | None:
-        """What makes the device the current one; None where it is already."""
-        if self._current_device() == device:
-            return None
+    def scope(self, device: int, way_back: WayBack | None) -> AbstractContextManager[Any] | None:
+        """What makes the device the current one, and of it the stream of the way back; None where both are."""
+        stream = None if way_back is None else way_back.stream
+        if self.is_current(device):
+            return None if stream is None else self._on_stream(stream)
+        there = self.on_device(device) if way_back is None else way_back.on_device(device)
+        return there if stream is None else self._on_stream(stream, there)
+
+    def is_current(self, device: int) -> bool:
+        return bool(self._current_device() == device)
+
+    def on_device(self, device: int) -> AbstractContextManager[Any]:
         return self.cupy.cuda.Device(device)  # type: ignore[no-any-return]
 
     def current_stream(self, device: int) -> int:
         """The pointer of CuPy's current stream on a device, 1 for the legacy default stream, which CuPy holds as 0."""
         return self.cupy.cuda.get_current_stream(device).ptr or 1
 
-    def _stream_at(self, pointer: int, device: int) -> Any:
-        """CuPy's object for another library's stream on a device; one for each, for workspace is kept by these."""
+    def stream_at(self, pointer: int) -> Any:
+        """CuPy's object for another library's stream."""
         kind = self.cupy.cuda.Stream
         return kind.null if pointer in _DEFAULT_STREAMS else kind.from_external(_CudaStream(pointer))
 
     @contextlib.contextmanager
-    def on_stream(self, stream: Any) -> Iterator[None]:
-        """Makes it the current one of the current device. `with stream` would forget one that was set by use()."""
-        before = self.cupy.cuda.get_current_stream()
-        stream.use()
-        try:
-            yield
-        finally:
-            before.use()
+    def _on_stream(self, stream: Any, there: AbstractContextManager[Any] = _NOTHING) -> Iterator[None]:
+        """Makes it the current one of the device that is current there. `with` would forget what use() had set."""
+        with there:
+            before = self.cupy.cuda.get_current_stream()
+            try:
+                stream.use()
+                yield
+            finally:
+                before.use()
 
     def hold(self, things: Any) -> None:
         """Keep things until CuPy's current stream, of the current device, has done what it has to do.
@@ -218,22 +226,16 @@ class Device:
         return contextlib.nullcontext()
 
 
-def _allow_capture_elsewhere() -> None:
-    """That this thread waits ends no capture of another's, as it else would one in the driver's "global" mode."""
-    from .cuda import driver
-
-    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
-    driver._library().cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
-
-
 @functools.cache
 def _held() -> queue.SimpleQueue[Any]:
     """What a thread waits for, one after the other, and drops then."""
     held: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def drop() -> None:
+        from .cuda import driver
+
         with contextlib.suppress(Exception):
-            _allow_capture_elsewhere()
+            driver.allow_capture_elsewhere()
         while True:
             set_device, device, done, things = held.get()
             with contextlib.suppress(Exception):  # a device that fails says so to the next call
@@ -277,14 +279,14 @@ def is_capturing(stream: Any) -> bool:
 class Handed:
     """The way back of results that NumPy or CuPy makes: the framework's from_dlpack, without a copy.
 
-    On CUDA its current stream then waits for CuPy's, for what was written into arrays of its own, too; and the call's
-    arrays are held until the work is done: whoever deletes one, of JAX's, say, may have its memory used again before.
+    On CUDA its current stream then waits for CuPy's, for what was written into arrays of its own, too; and things are
+    held until the work is done: whoever deletes an array, of JAX's, say, may have its memory used again before.
     """
 
     stream = None
 
-    def __init__(self, give: Callable[[Array], Any], arrays: Sequence[Any]) -> None:
-        self.give, self.arrays = give, arrays
+    def __init__(self, give: Callable[[Array], Any], on_device: Callable[[int], Any], held: Any = None) -> None:
+        self.give, self.on_device, self.held = give, on_device, held
 
 
 class MadeByTorch:
@@ -299,6 +301,8 @@ class MadeByTorch:
         self._empty = torch.empty
         self._dtypes = {ours: its_own for its_own, ours in _dtypes_of(torch).items()}
         self._device = functools.cache(functools.partial(torch.device, "cuda"))
+        # It makes no context on the device that was the current one, if that had none.
+        self.on_device: Callable[[int], Any] = lambda device: torch.cuda.device(device)
 
     def make(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int | None) -> tuple[Any, int]:
         """A new tensor, and its address."""
@@ -319,13 +323,14 @@ class Foreign:
     def __init__(self, kind: type) -> None:
         self._kind = kind
         self._framework = _framework(kind)
+        self.on_device: Callable[[int], Any] = lambda device: device_home().on_device(device)
 
     def look(self, arrays: Sequence[Any], labels: Sequence[str], written: int) -> Arrived:
         device = _device(arrays[0], "x")
         if device is None:
             return self._import(arrays, labels, written, None, None)
         home = device_home()
-        with home.scope(device) or contextlib.nullcontext():
+        with _NOTHING if home.is_current(device) else self.on_device(device):
             return self._import(arrays, labels, written, device, home.current_stream(device))
 
     def _import(
@@ -364,11 +369,13 @@ class Foreign:
         importer = _importer(x, self._framework)
         if device is not None:
             pointers = [0 if view is None else view.pointer for view in views]
-            return tuple(layouts), pointers, views, Handed(importer, arrays)
+            # What exports a copy lets it live as long as the capsule; while JAX's live, their arrays cannot be donated.
+            held = arrays if self._framework == "jax" else (arrays, views)
+            return tuple(layouts), pointers, views, Handed(importer, self.on_device, held)
         host = [None if view is None else dlpack.as_numpy(view) for view in views]
         dtypes = {view.dtype: getattr(value, "dtype", None) for value, view in zip(arrays, views, strict=True) if view}
         give = functools.partial(_give_from_host, importer, dtypes)
-        return tuple(layouts), host, [*host], Handed(give, arrays)
+        return tuple(layouts), host, [*host], Handed(give, self.on_device)
 
 
 class OfTorch(Foreign):
@@ -393,8 +400,9 @@ class OfTorch(Foreign):
             internal, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
         )
         self._on_cupys = MadeByTorch(torch, None)
+        self.on_device = self._on_cupys.on_device
         self._on_other = functools.lru_cache(maxsize=256)(
-            lambda pointer, device: MadeByTorch(torch, device_home().stream_at(pointer, device))
+            lambda pointer: MadeByTorch(torch, device_home().stream_at(pointer))
         )
 
     def look(self, arrays: Sequence[Any], labels: Sequence[str], written: int) -> Arrived:
@@ -436,7 +444,7 @@ class OfTorch(Foreign):
         device = arrays[0].get_device()
         stream = self._current_stream(device)
         on_cupys = (stream or 1) == device_home().current_stream(device)
-        way_back = self._on_cupys if on_cupys else self._on_other(stream, device)
+        way_back = self._on_cupys if on_cupys else self._on_other(stream)
         return tuple(layouts), addresses, _Tensors(arrays, layouts, tuple(addresses)), way_back
 
 
@@ -480,7 +488,7 @@ def tell_of_writing(targets: Sequence[Any]) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _way_to_tell(kind: type) -> Callable[[Any], None] | None:
-    if _framework(kind) != "torch":
+    if _framework(kind) != _TORCH:
         return None
     try:
         return getattr(importlib.import_module("torch.autograd.graph"), "increment_version", None)

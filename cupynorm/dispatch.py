@@ -7,7 +7,6 @@ only ask what depends on addresses and on the moment: overlaps, the current devi
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -99,13 +98,12 @@ def run(operation: Operation, inputs: tuple[Any, ...], out: Any, *options: Any) 
         plan = plan_of.__wrapped__(operation, layouts, *options)
     if targets and operands != plan.apart:
         plan.check_overlaps(operands)
-    scope, stream = plan.home.scope(plan.device), None if way_back is None else way_back.stream
+    scope = plan.home.scope(plan.device, way_back)
     try:
-        if scope is None and stream is None:
+        if scope is None:
             return plan.run(operands, views, targets, way_back)
-        with scope or contextlib.nullcontext():
-            with contextlib.nullcontext() if stream is None else plan.home.on_stream(stream):
-                return plan.run(operands, views, targets, way_back)
+        with scope:
+            return plan.run(operands, views, targets, way_back)
     finally:
         if targets and way_back is not None:
             tell_of_writing(targets)
@@ -234,7 +232,7 @@ class Plan:
                 self._work(*operands)
         finally:
             if device is not None and isinstance(way_back, Handed):
-                home.hold(way_back.arrays)
+                home.hold(way_back.held)
         if isinstance(way_back, Handed):
             self._hand_over(results, views, way_back)
         return tuple(results)

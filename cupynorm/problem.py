@@ -69,13 +69,6 @@ class NormProblem:
     dresidual_out: bool = False
     residual: bool = False
 
-    def __post_init__(self) -> None:
-        # Plans are looked up by their problem on every call: worth hashing the fields once.
-        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in self.__dataclass_fields__)))
-
-    def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined,no-any-return]
-
     @property
     def compute_dtype(self) -> np.dtype[Any]:
         """The dtype of the arithmetic, of mean and rstd, and of the partial sums."""
@@ -286,9 +279,11 @@ def plain_mask(mask: Any, has_bias: Any) -> tuple[bool, ...]:
 
 
 def _short(value: Any) -> str:
-    """The value, or of what would fill a screen its type."""
+    """The value, or its type, of what would fill a screen, or may have a representation of its own."""
+    plain = (bool, int, float, str, type(None))
+    entries = value if type(value) in (tuple, list) else (value,)
     try:
-        text = repr(value) if isinstance(value, (int, float, str, tuple, list, type(None))) else ""
+        text = repr(value) if all(type(entry) in plain for entry in entries) else ""
     except ValueError:  # of an integer with thousands of digits
         text = ""
     return text if 0 < len(text) <= 40 else type(value).__name__

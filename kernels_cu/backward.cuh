@@ -402,7 +402,8 @@ constexpr bool kFillsTime = kLayerNorm && kWholeWarps && sizeof(X) == 2 && (kCol
 constexpr bool kSumsByVector = VECTOR && kColumnsPerThread <= 32 && !kFillsTime && CLUSTER == 1 && !GANG;
 
 // The first half of a row's work, for one vector: its share of the row's sums and of the columns' sums. Both take the
-// product dy·(x − mean), which saves an operation; it stays far inside the range of float32 unless dy and x both leave it.
+// product dy·(x − mean), which saves an operation; beyond the range of float32 it is no number, or 0, even where dy·x̂ would be one
+// (x of 1e-20 and dy of 1e-18, say; "Accuracy" in README.md).
 // `row_sums` is the vector's chain, of an odd row both.
 template <bool kRowSums, bool kColumnSums, int kCount>
 __device__ void first_half(Sums<Compute>* row_sums, ColumnSums* column_sums, int k, const XVector& x_packed,

@@ -35,7 +35,7 @@ struct FewRowsArguments {
     int64 x_row_stride, dy_row_stride, dx_row_stride;  // in elements
     unsigned rows, columns;
     unsigned row_blocks;        // the first, that write dx
-    unsigned short block_rows;  // of each of these, up to 128
+    unsigned short block_rows;  // of each of these, up to 256
     unsigned char log2_lanes;   // lanes that share a row in backward_staged.cu,
     unsigned char warps;        // and warps
     Compute reciprocal_columns;

@@ -111,6 +111,7 @@ class FakeDevice:
         monkeypatch.setattr(self.cupy.cuda, "get_current_stream", lambda device=-1: self._stream_of(device))
         monkeypatch.setattr(self.cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 2)
         monkeypatch.setattr(self.cupy.cuda.driver, "funcSetAttribute", lambda *_: None)
+        monkeypatch.setattr(self.cupy.cuda.driver, "ctxGetCurrent", lambda: 1)
         monkeypatch.setattr(self.cupy.cuda.driver, "launchKernel", self._launch)
         monkeypatch.setattr(self.cupy.cuda.driver, "launchCooperativeKernel", self._launch_cooperative)
         monkeypatch.setattr(driver, "_library", lambda: self)

@@ -155,6 +155,13 @@ def kinds() -> list[Bad]:
     return rows
 
 
+class Unprintable:
+    """As a deleted array of JAX's is; what an array on a device prints would have to be waited for."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("Array has been deleted.")
+
+
 def outputs_and_masks() -> list[Bad]:
     names = r"\(dx, dw, db\)"
     rows = [
@@ -184,6 +191,9 @@ def outputs_and_masks() -> list[Bad]:
             (np.ones(3, bool), TypeError, "array"),
         )
     ]
+    rows.append(
+        Bad("mask of unprintables", {"output_mask": value([Unprintable()] * 3)}, TypeError, ("^output_mask: got list",))
+    )
     rows += [
         Bad(
             f"{name} given, not wanted",

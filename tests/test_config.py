@@ -1044,7 +1044,7 @@ def test_no_warp_reads_single_columns_that_are_not_there(device, x, dy):
             and per_thread > config.common.columns_per_thread(x)
             and not (part or odd_way(chosen))
         ):
-            last = columns - (chosen.cluster - 1) * chosen.slab_columns
+            last = columns - (chosen.slabs - 1) * chosen.slab_columns
             reads_beyond = min(last, chosen.slab_columns) < 32 * per_thread
             assert ("SHORT_ROWS=1" in chosen.definitions) == reads_beyond, (columns, norm)
         else:
@@ -2144,6 +2144,23 @@ def test_clusters_of_sixteen_take_what_too_few_multiprocessors_have_no_gang_for(
         gang = needed <= multiprocessors and (device == "sm_90_slow" or columns == 90120) and not eight
         assert (chosen.route, chosen.gang) == ("staged", gang), (columns, name, aligned)
         assert chosen.cluster == (8 if eight else 1 if gang else 16), (columns, name, aligned)
+
+
+@pytest.mark.parametrize("name", ["float16", "float32"])
+def test_the_last_block_of_a_gang_has_as_many_columns_as_a_warp_reads(name):
+    """As kernels for gangs off 16 bytes take for granted. Blocks are shortest where a gang takes all of a device, and
+    the last one where each block's columns are rounded up: by 7, with 127 multiprocessors, to 1025."""
+    most = config.backward.GANG_STEP_BYTES // (2 * DTYPES[name].itemsize)
+    found = []
+    for multiprocessors in (*range(32, 160, 9), 126, 127, 128, 129, 132):
+        device = DEVICES["sm_90_slow"]._replace(multiprocessors=multiprocessors)
+        whole = range(most * (multiprocessors // 2) + 1, most * multiprocessors, max(1, most // 3))
+        for columns in {n + m for n in (262144, 258048, *whole) for m in (1, 17, 1001)}:
+            chosen = config.backward_config(backward(columns, name, name, norm="rmsnorm"), 2, device)
+            if chosen.gang:
+                found.append(columns - (chosen.slabs - 1) * chosen.slab_columns)
+    assert len(found) > 1000
+    assert min(found) >= 32 * config.backward.GANG_COLUMNS_PER_THREAD
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])

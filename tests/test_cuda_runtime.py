@@ -452,6 +452,25 @@ def test_work_follows_the_current_stream(cupy: Any) -> None:
     assert_same_bits(results, expected)
 
 
+@pytest.mark.parametrize("allocator", ["pool", "malloc_async"])
+def test_streams_that_come_and_go(cupy: Any, allocator: str) -> None:
+    """Each is dropped right after a call, whose kernels have yet to run; blocks of many calls then meet at the same
+    time, none of them in the workspace of another."""
+    tensors = make_tensors(cupy, "rmsnorm", (7000, 1024), "bfloat16")
+    expected = backward("rmsnorm", tensors, has_bias=True)
+    outs = [empty_results(cupy, tensors) for _ in range(24)]
+    cupy.cuda.Device().synchronize()
+    in_order = cupy.cuda.using_allocator(cupy.cuda.malloc_async)
+    with in_order if allocator == "malloc_async" else contextlib.nullcontext():
+        for out in outs:
+            with cupy.cuda.Stream(non_blocking=True):
+                spin(cupy, 0.01)
+                backward("rmsnorm", tensors, has_bias=True, out=out)
+        cupy.cuda.Device().synchronize()
+    for out in outs:
+        assert_same_bits(out, expected)
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("rows", "columns"), SHARED)
 def test_blocks_that_share_rows(cupy: Any, norm: str, rows: int, columns: int) -> None:

@@ -6,6 +6,8 @@ before; the control test shows that it does.
 
 from __future__ import annotations
 
+import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from helpers import NORMS, Tensors, backward, forward, host, make_tensors
 from test_cuda_runtime import spin
 
 import cupynorm
+from cupynorm import arrays
 
 pytestmark = pytest.mark.gpu
 
@@ -116,6 +119,57 @@ def test_torch_and_cupy_on_one_stream(cupy: Any, torch: Any, norm: str, given: b
     assert out is None or all(result is tensor for result, tensor in zip(results, out, strict=True))
     for copy, expected in zip(consumed, late.expected, strict=True):
         np.testing.assert_array_equal(copy.cpu().numpy(), expected)
+
+
+def test_a_stream_that_was_set_by_use_is_current_again(cupy: Any, torch: Any) -> None:
+    """Behind a call whose work is on a stream of torch's."""
+    late = Late(cupy, torch, "rmsnorm")
+    late.fill()
+    torch.cuda.synchronize()
+    before = cupy.cuda.get_current_stream()
+    late.mine.use()
+    try:
+        with torch.cuda.stream(late.side):
+            dx, *_ = backward("rmsnorm", late.tensors, has_bias=True)
+            assert cupy.cuda.get_current_stream() == late.mine
+        late.side.synchronize()
+    finally:
+        before.use()
+    np.testing.assert_array_equal(dx.cpu().numpy(), late.expected[0])
+
+
+def test_waiting_until_inputs_are_read_ends_no_capture(cupy: Any, torch: Any) -> None:
+    """Of another thread's, in the driver's "global" mode, in which what any thread waits for would."""
+    home, x = arrays.device_home(), torch.ones(1000, device="cuda")
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+
+    def hold(seconds: float) -> weakref.ref[Any]:
+        thing = np.zeros(1)
+        spin(cupy, seconds)
+        home.hold(thing)
+        return weakref.ref(thing)
+
+    def wait() -> None:
+        until = time.monotonic() + 60
+        while any(thing() is not None for thing in held):
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+    with streams[0]:
+        held = [hold(0)]
+    wait()  # the thread is there
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        y = x + 1
+        for times, stream in enumerate(streams, 1):
+            with stream:
+                held.append(hold(times * DELAY / 3))
+        wait()
+        z = y * 2
+    x.fill_(5)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bool((z == 12).all())
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -114,11 +114,18 @@ class Launch:
 
 
 class PerThread(threading.local):
-    """What each thread has one of its own, made by `make` when the thread first asks for it, with a current context."""
+    """What each thread has one of its own, made by `make` when the thread first asks for it, with a current context.
+
+    Whoever takes it puts it back as `own`. Who asks meanwhile, as a signal's handler may, is made another.
+    """
 
     def __init__(self, make: Callable[[], Any]) -> None:
         make_context_current()
-        self.own = make()
+        self._make, self.own = make, make()
+
+    def take(self) -> Any:
+        own, self.own = self.own, None
+        return self._make() if own is None else own
 
 
 def load_together(*makes: Callable[[], Any]) -> None:
@@ -160,8 +167,15 @@ def make_context_current() -> None:
     """The driver, unlike the runtime, does not make a context current in a thread that has none yet."""
     if not getattr(_thread, "has_context", False):
         runtime = cupy.cuda.runtime
-        runtime.setDevice(runtime.getDevice())
+        if not cupy.cuda.driver.ctxGetCurrent():
+            runtime.setDevice(runtime.getDevice())
         _thread.has_context = True
+
+
+def allow_capture_elsewhere() -> None:
+    """That this thread waits ends no capture of another's, as it else would one in the driver's "global" mode."""
+    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
 def _check(status: int) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import operator
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -48,11 +47,8 @@ class Backward:
         self._has_work = problem.rows > 0 and (problem.want_dx or problem.want_dw or problem.want_db)
         if not self._has_work:
             return
-        device_id = cupy.cuda.runtime.getDevice()
-        alignment, odd = _alignment(problem, offsets, w_offsets), _odd_access(problem, offsets)
-        configure = functools.partial(choose.backward_config, problem, alignment, odd=odd, start=_start(offsets))
+        config, main, device = _chosen(choose.backward_config, _backward_main, problem, offsets, w_offsets)
         sums_aligned = not _off_16(sums_offsets)
-        config, main, device = _fitting(configure, _backward_main, device_of(device_id))
         self._widen_w, w_dtype = _widening(problem, config.definitions)
         self._widened_bytes = problem.columns * problem.compute_dtype.itemsize if self._widen_w else 0
         few = choose.few_rows_blocks(config, problem, sums_aligned, device)
@@ -166,15 +162,13 @@ class Backward:
 
     def _take_arguments(self, layout: str, *fixed: Any) -> None:
         """Of the kernel's struct, what is behind the addresses of a call."""
-        device_id = cupy.cuda.runtime.getDevice()
         problem, widens_w = self.problem, self._widen_w is not None
 
-        def make_arguments() -> tuple[Arguments, Arguments | None, _Kept]:
+        def make_arguments() -> tuple[Arguments, Arguments | None]:
             widening = (choose.WIDENING_ARGUMENTS, 2, problem.columns, _code(problem.w_dtype))
-            of_w = Arguments(*widening) if widens_w else None
-            return Arguments(layout, 8, *fixed), of_w, _kept.on_device[device_id]
+            return Arguments(layout, 8, *fixed), Arguments(*widening) if widens_w else None
 
-        self._thread = PerThread(make_arguments)
+        self._thread = _with_kept(make_arguments)
 
     def __call__(
         self, x: int, w: int, dy: int, mean: int, rstd: int, dresidual_out: int, dx: int, dw: int, db: int
@@ -190,10 +184,8 @@ class Backward:
         if self._pieces:
             self._call_pieces(x, w, dy, mean, rstd, dx, dw, db)
             return
-        arguments, of_w, kept = self._thread.own
-        memory = self._workspace.take(stream, kept)  # held until the launches are out
-        if memory is not None and memory.ptr != arguments.workspace:
-            self._workspace.fill_in(arguments, memory.ptr)
+        (arguments, of_w), kept = own = self._thread.take()
+        memory = self._workspace.ready(stream, kept, arguments)  # held until the launches are out
         if of_w:
             widened = memory.ptr + self._workspace.beside
             of_w.fill(w, widened)
@@ -202,6 +194,7 @@ class Backward:
         arguments.fill(x, dy, w, mean, rstd, dx, dw, db)
         for launch in self._launches:
             launch(stream.ptr, arguments.address, 0)
+        self._thread.own = own
 
     def _call_pieces(self, x: int, w: int, dy: int, mean: int, rstd: int, dx: int, dw: int, db: int) -> None:
         problem = self.problem
@@ -251,10 +244,7 @@ class Forward:
         self._pieces: list[tuple[Forward, int]] = []  # what does it all instead, each from a row on
         if not problem.rows:
             return
-        device_id = cupy.cuda.runtime.getDevice()
-        alignment, odd = _alignment(problem, offsets, w_offsets), _odd_access(problem, offsets)
-        configure = functools.partial(choose.forward_config, problem, alignment, odd=odd, start=_start(offsets))
-        config, main, device = _fitting(configure, _forward_main, device_of(device_id))
+        config, main, device = _chosen(choose.forward_config, _forward_main, problem, offsets, w_offsets)
         steps, walk_rows, drawn_steps, lead, step_counters, sums_bytes = 1, problem.rows, 0, 0, 1, 0
         if few := choose.forward_few_rows(config, problem, device):
             self._launches = [Launch(_kernel("forward_few_rows", few.definitions), few.threads).over(few.blocks)]
@@ -273,30 +263,28 @@ class Forward:
         if self._workspace.is_too_large:
             self._pieces = [(Forward(half, offsets, w_offsets), row) for half, row in _halves(problem)]
 
-        def make_arguments() -> tuple[Arguments, _Kept]:
-            arguments = Arguments(
-                choose.FORWARD_ARGUMENTS,
-                6,
-                problem.rows,
-                walk_rows,
-                problem.x_row_stride,
-                problem.out_row_stride,
-                problem.eps,
-                problem.columns,
-                _code(problem.w_dtype),
-                _code(problem.b_dtype),
-                config.group_threads,
-                config.slab_columns,
-                config.stages,
-                steps,
-                config.groups,
-                drawn_steps,
-                lead,
-                step_counters,
-            )
-            return arguments, _kept.on_device[device_id]
-
-        self._thread = PerThread(make_arguments)
+        make_arguments = functools.partial(
+            Arguments,
+            choose.FORWARD_ARGUMENTS,
+            6,
+            problem.rows,
+            walk_rows,
+            problem.x_row_stride,
+            problem.out_row_stride,
+            problem.eps,
+            problem.columns,
+            _code(problem.w_dtype),
+            _code(problem.b_dtype),
+            config.group_threads,
+            config.slab_columns,
+            config.stages,
+            steps,
+            config.groups,
+            drawn_steps,
+            lead,
+            step_counters,
+        )
+        self._thread = _with_kept(make_arguments)
 
     def __call__(self, x: int, w: int, b: int, residual: int, y: int, *statistics: int) -> None:
         """Fill y, mean (LayerNorm) and rstd."""
@@ -307,13 +295,13 @@ class Forward:
             self._call_pieces(x, w, b, y, mean, rstd)
             return
         stream = _current_stream()
-        arguments, kept = self._thread.own
-        memory = self._workspace.take(stream, kept)
-        if memory is not None and memory.ptr != arguments.workspace:
-            self._workspace.fill_in(arguments, memory.ptr)
+        arguments, kept = own = self._thread.take()
+        memory = self._workspace.ready(stream, kept, arguments)
         arguments.fill(x, w, b, y, mean, rstd)
         for launch in self._launches:
             launch(stream.ptr, arguments.address, 0)
+        del memory  # not before
+        self._thread.own = own
 
     def _call_pieces(self, x: int, w: int, b: int, y: int, mean: int, rstd: int) -> None:
         problem, itemsize = self.problem, self.problem.x_dtype.itemsize
@@ -334,8 +322,9 @@ def _halves(problem: NormProblem) -> list[tuple[NormProblem, int]]:
     ]
 
 
-# The memory that is kept for each stream, by its pointer: which stream that was, bytes, memory.
-_Kept = dict[int, tuple["weakref.ref[Any]", int, Any]]
+# The memory that is kept for each stream, by its pointer: the stream, bytes, memory. As long as CuPy's object of a
+# stream lives, no other has its pointer; and what allocates in order of a stream finds it when memory is given back.
+_Kept = dict[int, tuple[Any, int, Any]]
 
 
 class _KeptMemory(threading.local):
@@ -348,6 +337,12 @@ class _KeptMemory(threading.local):
 _kept = _KeptMemory()
 
 
+def _with_kept(make: Callable[[], Any]) -> PerThread:
+    """What each thread makes for itself, beside what it keeps on the current device."""
+    device_id = cupy.cuda.runtime.getDevice()
+    return PerThread(lambda: (make(), _kept.on_device[device_id]))
+
+
 class _Workspace:
     """Memory that the kernels of a call need: counters, and behind them parts of the given sizes.
 
@@ -356,8 +351,9 @@ class _Workspace:
     The counters are those of counters.cuh or a Meeting (reduction.cuh), which begins with them. What gangs exchange
     (gang.cuh) takes the place of the last of the sizes. Both are zero at first.
 
-    A stream's launches follow one another, so its calls use the same memory, which is kept from call to call. A graph,
-    which may be launched on any stream, has its own, and so has a call that needs more than KEPT_BYTES.
+    A stream's launches follow one another, so its calls use the same memory, which is kept from call to call, for the
+    KEPT_STREAMS streams that came last. A graph, which may be launched on any stream, has its own, and so has a call
+    that needs more than KEPT_BYTES.
     """
 
     def __init__(self, counter_bytes: int, *sizes: int, exchange: int = 0, beside: int = 0) -> None:
@@ -391,11 +387,23 @@ class _Workspace:
         if not self._keeps:
             return self._new(_alloc, self._bytes, self._zeros, stream)
         entry = kept.get(stream.ptr)
-        # A new stream may have the pointer of one that is gone, but whose work is not.
-        if entry is not None and entry[0]() is stream and entry[1] >= self._bytes:
+        if entry is not None and entry[1] >= self._bytes:
             return entry[2]
         memory = self._new(_alloc, self._bytes, _KEPT_ZEROS, stream)
-        kept[stream.ptr] = weakref.ref(stream, functools.partial(_forget, kept, stream.ptr)), self._bytes, memory
+        while entry is None and len(kept) >= choose.KEPT_STREAMS:
+            gone, _, its_memory = kept.pop(next(iter(kept)))
+            del its_memory, gone  # in this order
+        kept[stream.ptr] = stream, self._bytes, memory
+        return memory
+
+    def ready(self, stream: Any, kept: _Kept, arguments: Arguments) -> Any:
+        """The same, and the arguments know of it."""
+        memory = self.take(stream, kept)
+        if memory is not None and memory.ptr != arguments.workspace:
+            if self._has_parts:
+                parts = (0 if start is None else memory.ptr + start for start in self._starts)
+                arguments.fill_workspace(*parts)  # of the parts and, last, of the counters; 0 for what has no size
+            arguments.workspace = memory.ptr  # last: an interrupt may come between
         return memory
 
     @staticmethod
@@ -404,18 +412,6 @@ class _Workspace:
         if zeros:
             cupy.cuda.runtime.memsetAsync(memory.ptr, 0, zeros, stream.ptr)
         return memory
-
-    def fill_in(self, arguments: Arguments, base: int) -> None:
-        """The addresses of the parts and, last, of the counters, if any; 0 for what has no size."""
-        if self._has_parts:
-            arguments.fill_workspace(*(0 if start is None else base + start for start in self._starts))
-        arguments.workspace = base  # last: an interrupt may come between
-
-
-def _forget(kept: _Kept, pointer: int, stream: weakref.ref[Any]) -> None:
-    """What was kept for a stream that is gone goes back to CuPy's pool."""
-    if pointer in kept and kept[pointer][0] is stream:
-        del kept[pointer]
 
 
 # --- small pieces -----------------------------------------------------------------------------------------------------
@@ -434,10 +430,17 @@ def device_of(device_id: int) -> choose.Device:
 _Config = TypeVar("_Config", choose.BackwardConfig, choose.ForwardConfig)
 
 
-def _fitting(
-    configure: Callable[[choose.Device], _Config], main_of: Callable[[_Config], Launch], device: choose.Device
+def _chosen(
+    choose_config: Callable[..., _Config],
+    main_of: Callable[[_Config], Launch],
+    problem: NormProblem,
+    offsets: Sequence[int],
+    w_offsets: Sequence[int],
 ) -> tuple[_Config, Launch, choose.Device]:
-    """What is chosen for the device; whether that holds such a cluster is known only once the kernel is loaded."""
+    """For the current device; whether that holds a cluster as is chosen is known only once the kernel is loaded."""
+    alignment, odd = _alignment(problem, offsets, w_offsets), _odd_access(problem, offsets)
+    configure = functools.partial(choose_config, problem, alignment, odd=odd, start=_start(offsets))
+    device = device_of(cupy.cuda.runtime.getDevice())
     config = configure(device)
     main = main_of(config)
     while config.cluster > 1 and not main.clusters_at_once:
