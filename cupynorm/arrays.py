@@ -26,9 +26,10 @@ from . import dlpack
 from .problem import FLOAT_NAMES, START_BYTES
 
 # Their arrays never change once made, whatever the DLPack flags say (JAX 0.10 sets none).
-IMMUTABLE_FRAMEWORKS = ("jax", "tensorflow")
-_TORCH = "torch"
+_JAX, _TORCH = "jax", "torch"
+IMMUTABLE_FRAMEWORKS = (_JAX, "tensorflow")
 _DEFAULT_STREAMS = (0, 1)  # the legacy default stream cannot be captured
+_STATISTICS = ("mean", "rstd")  # of a single row; NumPy makes a scalar of an array's only element
 _NOTHING = contextlib.nullcontext()
 
 Array = Any  # numpy.ndarray or cupy.ndarray: the two share the interface that is used here
@@ -59,7 +60,7 @@ def way_in(kind: type) -> Look:
         return device_home().look
     if not _is_array(kind):
         raise _not_an_array("x", kind)
-    return (OfTorch if _framework(kind) == _TORCH else Foreign)(kind).look
+    return {_TORCH: OfTorch, _JAX: OfJax}.get(_framework(kind), Foreign)(kind).look
 
 
 class Host:
@@ -76,6 +77,8 @@ class Host:
                 layouts.append(None)
             elif isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
                 layouts.append((array.shape, array.strides, array.dtype, None, 0, not array.flags.writeable))
+            elif isinstance(array, np.generic) and labels[len(layouts)] in _STATISTICS:
+                layouts.append(((), (), array.dtype, None, 0, False))
             else:
                 raise _stranger(labels[len(layouts)], type(array), "numpy.ndarray")
         # A subclass may have a way of its own to index and reshape, as numpy.matrix has.
@@ -348,8 +351,8 @@ class Foreign:
                 raise _not_an_array(label, type(value))
             if _framework(type(value)) != self._framework:
                 raise _mixed_frameworks(label, type(value), _type_name(self._kind))
-            if value is not x and (own := _device(value, label)) != device:
-                raise mixed_devices(label, own, device)
+            if value is not x:
+                self._check_device(value, label, x, device)
             if _is_negated(value):
                 raise TypeError(f"{label}: got a view of negated numbers; a plain one is needed, of resolve_neg()")
             try:
@@ -366,16 +369,43 @@ class Foreign:
                 (view.shape, view.strides, view.dtype, device, 0 if device is None else view.pointer % START_BYTES)
             )
             views.append(view)
-        importer = _importer(x, self._framework)
+        importer = self._importer(x, device)
         if device is not None:
             pointers = [0 if view is None else view.pointer for view in views]
-            # What exports a copy lets it live as long as the capsule; while JAX's live, their arrays cannot be donated.
-            held = arrays if self._framework == "jax" else (arrays, views)
-            return tuple(layouts), pointers, views, Handed(importer, self.on_device, held)
+            return tuple(layouts), pointers, views, Handed(importer, self.on_device, self._to_hold(arrays, views))
         host = [None if view is None else dlpack.as_numpy(view) for view in views]
         dtypes = {view.dtype: getattr(value, "dtype", None) for value, view in zip(arrays, views, strict=True) if view}
         give = functools.partial(_give_from_host, importer, dtypes)
         return tuple(layouts), host, [*host], Handed(give, self.on_device)
+
+    def _check_device(self, value: Any, label: str, x: Any, device: int | None) -> None:
+        if (own := _device(value, label)) != device:
+            raise mixed_devices(label, own, device)
+
+    def _importer(self, x: Any, device: int | None) -> Callable[[Any], Any]:
+        return _importer(x, self._framework)
+
+    def _to_hold(self, arrays: Sequence[Any], views: Sequence[Any]) -> Any:
+        """What exports a copy of an array may let it live no longer than the capsule."""
+        return arrays, views
+
+
+class OfJax(Foreign):
+    """JAX's arrays. It may have several devices on the host, which are one to DLPack."""
+
+    def _check_device(self, value: Any, label: str, x: Any, device: int | None) -> None:
+        super()._check_device(value, label, x, device)
+        if device is None and value.device != x.device:
+            raise _mixed(label, value.device, x.device)
+
+    def _importer(self, x: Any, device: int | None) -> Callable[[Any], Any]:
+        importer: Any = super()._importer(x, device)
+        first = device is not None or getattr(x.device, "id", 0) == 0
+        return importer if first else functools.partial(importer, device=x.device)
+
+    def _to_hold(self, arrays: Sequence[Any], views: Sequence[Any]) -> Any:
+        """An array whose capsule lives cannot be donated."""
+        return arrays
 
 
 class OfTorch(Foreign):
@@ -567,14 +597,18 @@ def _not_an_array(label: str, kind: type) -> TypeError:
 
 
 def _no_export(value: Any, label: str, error: Exception) -> TypeError:
+    is_deleted = getattr(value, "is_deleted", None)  # JAX's
+    if callable(is_deleted) and is_deleted() is True:
+        return TypeError(f"{label}: {_type_name(type(value))} was deleted, or donated; one that has memory is needed")
     return TypeError(f"{label}: {_type_name(type(value))} cannot be exported through DLPack: {error}")
 
 
 def mixed_devices(label: str, got: int | None, needed: int | None) -> TypeError:
-    return TypeError(
-        f"{label}: is on {_device_name(got)}, but x is on {_device_name(needed)}; "
-        "all arrays of a call must be on one device"
-    )
+    return _mixed(label, _device_name(got), _device_name(needed))
+
+
+def _mixed(label: str, got: object, needed: object) -> TypeError:
+    return TypeError(f"{label}: is on {got}, but x is on {needed}; all arrays of a call must be on one device")
 
 
 def _device_name(device: int | None) -> str:

@@ -6,6 +6,7 @@ Whatever a user gets wrong is one line on stderr and exit status 2, before anyth
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.metadata
 import os
 import re
@@ -38,7 +39,7 @@ def guarded(program: str, command: Callable[[], int]) -> int:
     """The command's exit status, or that of what stopped it, said in one line."""
     try:
         status = command()
-        sys.stdout.flush()
+        print(end="", flush=True)
         return status
     except UsageError as error:
         print(f"{program}: {error}", file=sys.stderr)
@@ -47,11 +48,22 @@ def guarded(program: str, command: Callable[[], int]) -> int:
         print(f"{program}: out of memory: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()
+        return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _write_no_more()
+        print(f"{program}: {error.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         return 130
+
+
+def _write_no_more() -> None:
+    """What is left of stdout, which the interpreter would try to write in the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # --- arguments --------------------------------------------------------------------------------------------

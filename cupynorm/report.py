@@ -35,7 +35,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def progress(items: Sequence[Any], describe: Any, stream: TextIO | None = None) -> Iterator[Any]:
     """Goes through the items; where the stream (stderr) is a terminal, a bar says how far it is."""
     stream = stream or sys.stderr
-    if not stream.isatty():
+    if stream is None or not stream.isatty():  # None: a process may be started without
         yield from items
         return
     start = time.monotonic()

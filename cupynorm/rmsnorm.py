@@ -32,7 +32,7 @@ def rmsnorm_backward(
 
     Parameters
     ----------
-    x : array, shape (..., N), N ≥ 1, any leading shape
+    x : array, shape (..., N), N from 1 to 2³⁰, any leading shape
         The forward pass's input: float16, bfloat16, float32 or float64.
     w : array, shape (N,), or None
         The weight, of any of these dtypes; None means ones, and there is no dw.
@@ -93,7 +93,7 @@ def rmsnorm_forward(
 
     Parameters
     ----------
-    x : array, shape (..., N), N ≥ 1, any leading shape
+    x : array, shape (..., N), N from 1 to 2³⁰, any leading shape
         float16, bfloat16, float32 or float64.
     w, b : array, shape (N,), or None
         Weight and bias, of any of these dtypes; None means ones and zeros.

@@ -136,6 +136,18 @@ def kinds() -> list[Bad]:
         Bad(f"{place} is a {kind}", {place: make}, TypeError, (label(place), kind, "array"), norms_with(place))
         for place in ARRAYS
         for kind, make in NOT_ARRAYS.items()
+        if kind != "float32" or place not in ("mean", "rstd")  # which NumPy has of a single row
+    ]
+    rows += [
+        Bad(
+            f"{name} is a scalar",
+            {name: value(np.float32(1))},
+            ValueError,
+            (f"^{name}: ", r"\(\)"),
+            norms_with(name),
+            True,
+        )
+        for name in ("mean", "rstd")
     ]
     rows += [
         Bad(f"{name} is None", {name: value(None)}, TypeError, (f"^{name}: ", "None", "array"), norms_with(name))

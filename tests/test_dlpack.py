@@ -170,6 +170,44 @@ def test_what_jax_traces_is_refused() -> None:
             transformed(x)
 
 
+@pytest.mark.parametrize("name", ["x", "w"])
+def test_jax_arrays_that_are_gone_are_refused(name: str) -> None:
+    jax = FRAMEWORKS["jax"]("cpu")
+    tensors = exported(jax, make_tensors(np, "rmsnorm", (3, 8)))
+    getattr(tensors, name).delete()
+    with pytest.raises(TypeError, match=rf"^{name}: jax\S* was deleted, or donated; one that has memory is needed"):
+        backward("rmsnorm", tensors)
+
+
+TWO_HOST_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np, cupynorm
+jax.config.update("jax_enable_x64", True)
+x, w = np.arange(32.0).reshape(4, 8), np.arange(8.0)
+expected = (*cupynorm.rmsnorm_forward(x, w), *cupynorm.rmsnorm_backward(x, w, x, np.ones(4)))
+first, second = jax.devices()
+for device, dtype in ((first, x.dtype), (second, x.dtype), (second, jnp.bfloat16)):
+    there = lambda array: jax.device_put(array.astype(dtype), device)
+    y, rstd = cupynorm.rmsnorm_forward(there(x), there(w))
+    results = y, rstd, *cupynorm.rmsnorm_backward(there(x), there(w), y, rstd)
+    assert all(result.devices() == {device} for result in results), results
+    for result, value in zip(results[:2], expected):
+        np.testing.assert_allclose(result.astype(float), value, rtol=1e-2)
+    try:
+        cupynorm.rmsnorm_forward(there(x), jax.device_put(w, first if device == second else second))
+    except TypeError as error:
+        assert str(error).startswith("w: is on cpu:"), error
+    else:
+        raise AssertionError("two devices were taken")
+"""
+
+
+def test_jax_devices_of_the_host() -> None:
+    """DLPack tells of one."""
+    pytest.importorskip("jax")
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", TWO_HOST_DEVICES], env=environment, check=True, timeout=300)
+
+
 @pytest.mark.parametrize("device", BOTH_DEVICES)
 def test_kinds_of_tensors_that_cannot_be_read_are_refused(torch: Any, device: str) -> None:
     tensors = exported(torch, make_tensors(np, "rmsnorm", (3, 8)))

@@ -194,6 +194,16 @@ def test_one_vector_and_trailing_axes(xp: Any, norm: str) -> None:
     assert_same_bits((again[0], *(column[:, 0] for column in again[1:])), (y, *statistics))
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_row_by_its_index(xp: Any, norm: str) -> None:
+    """Of its statistics NumPy makes scalars, which are no arrays."""
+    tensors = make_tensors(xp, norm, (5, 300), "float32")
+    names = [name for name in ("x", "dy", "mean", "rstd") if getattr(tensors, name) is not None]
+    dx, *sums = backward(norm, replace(tensors, **{name: getattr(tensors, name)[2] for name in names}))
+    of_one = backward(norm, replace(tensors, **{name: getattr(tensors, name)[2:3] for name in names}))
+    assert_same_bits((dx[None], *sums), of_one)
+
+
 @pytest.mark.parametrize("shape", [(0, 7), (3, 0, 7), (0, 4096), (0, 65536)])
 @pytest.mark.parametrize("norm", NORMS)
 def test_no_rows(xp: Any, norm: str, shape: tuple[int, ...]) -> None:

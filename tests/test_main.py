@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -300,6 +301,23 @@ def test_progress_shows_how_far_it_is_and_vanishes() -> None:
     assert "[" + "." * 20 + "] 1/4 item a" in terminal.text
     assert "[" + "#" * 15 + "." * 5 + "] 4/4 item d" in terminal.text
     assert terminal.text.endswith("\r\x1b[K")
+
+
+@pytest.mark.parametrize("command", [["info"], ["--quick", "--device", "numpy"]])
+@pytest.mark.parametrize(("closed", "status"), [(">&-", 0), ("2>&-", 0), (">/dev/full", 1)])
+def test_where_nobody_listens(command: list[str], closed: str, status: int) -> None:
+    """Processes may be started without stdout or stderr; a full disk is no failure of a check, and said in a line."""
+    if os.name != "posix" or not Path("/dev/full").exists():
+        pytest.skip("no such files here")
+    environment = os.environ | {"PYTHONPATH": str(Path(cupynorm.__file__).parent.parent)}
+    line = shlex.join([sys.executable, "-m", "cupynorm", *command])
+    done = subprocess.run(
+        ["sh", "-c", f"{line} {closed}"], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == status
+    lines = done.stderr.splitlines()
+    assert ["No space left on device" in line for line in lines] == [True] * status
+    assert bool(done.stdout) == (closed == "2>&-")
 
 
 def test_cuda_that_does_not_answer_is_said_in_plain_words(monkeypatch: pytest.MonkeyPatch) -> None:
