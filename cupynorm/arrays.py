@@ -133,7 +133,7 @@ class Device:
         self.empty = self._make
         self.contiguous = self.cupy.ascontiguousarray
         self._kind = self.cupy.ndarray
-        self._current_device = self.cupy.cuda.runtime.getDevice
+        self.current_device = self.cupy.cuda.runtime.getDevice
 
     def look(self, arrays: Sequence[Any], labels: Sequence[str], written: int) -> Arrived:
         kind = self._kind
@@ -168,13 +168,10 @@ class Device:
     def scope(self, device: int, way_back: WayBack | None) -> AbstractContextManager[Any] | None:
         """What makes the device the current one, and of it the stream of the way back; None where both are."""
         stream = None if way_back is None else way_back.stream
-        if self.is_current(device):
+        if self.current_device() == device:
             return None if stream is None else self._on_stream(stream)
         there = self.on_device(device) if way_back is None else way_back.on_device(device)
         return there if stream is None else self._on_stream(stream, there)
-
-    def is_current(self, device: int) -> bool:
-        return bool(self._current_device() == device)
 
     def on_device(self, device: int) -> AbstractContextManager[Any]:
         return self.cupy.cuda.Device(device)  # type: ignore[no-any-return]
@@ -215,7 +212,7 @@ class Device:
         except RuntimeError:  # no thread can be started: there are too many, or the interpreter ends
             done.synchronize()
         else:
-            held.put((self.cupy.cuda.runtime.setDevice, self._current_device(), done, things))
+            held.put((self.cupy.cuda.runtime.setDevice, self.current_device(), done, things))
 
     def temporaries(self) -> AbstractContextManager[Any]:
         """For what lives no longer than the call.
@@ -333,7 +330,7 @@ class Foreign:
         if device is None:
             return self._import(arrays, labels, written, None, None)
         home = device_home()
-        with _NOTHING if home.is_current(device) else self.on_device(device):
+        with _NOTHING if home.current_device() == device else self.on_device(device):
             return self._import(arrays, labels, written, device, home.current_stream(device))
 
     def _import(

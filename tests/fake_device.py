@@ -125,7 +125,7 @@ class FakeDevice:
         monkeypatch.setattr(FakeStream, "use", self._use(), raising=False)
         monkeypatch.setattr(arrays.device_home(), "empty", self._new)
         monkeypatch.setattr(arrays.device_home(), "_alloc", lambda size: self._allocate("result", size))
-        monkeypatch.setattr(arrays.device_home(), "_current_device", lambda: self.current)
+        monkeypatch.setattr(arrays.device_home(), "current_device", lambda: self.current)
         monkeypatch.setattr(launch, "device_of", functools.cache(launch.device_of.__wrapped__))
         plans = functools.lru_cache(maxsize=dispatch.plan_of.cache_info().maxsize, typed=True)
         monkeypatch.setattr(dispatch, "plan_of", plans(dispatch.plan_of.__wrapped__))

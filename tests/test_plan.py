@@ -358,9 +358,7 @@ def test_what_a_thread_kept_goes_with_it(device: FakeDevice) -> None:
 @pytest.mark.parametrize("direction", ["backward", "forward"])
 def test_a_call_in_the_middle_of_another(monkeypatch: Any, device: FakeDevice, direction: str) -> None:
     """As a signal's handler may make it in the same thread: each has arguments of its own."""
-    from cupynorm.cuda import driver
-
-    inputs = call_of(device, "rmsnorm")
+    inputs, interrupted = call_of(device, "rmsnorm"), []
     shapes: Any = ((ROWS, COLUMNS), (ROWS,)) if direction == "forward" else ()
     one, other = (tuple(map(device.array, shapes, ("float16", "float32"))) or results_of(device) for _ in range(2))
 
@@ -370,22 +368,18 @@ def test_a_call_in_the_middle_of_another(monkeypatch: Any, device: FakeDevice, d
         else:
             cupynorm.rmsnorm_forward(inputs["x"], out=out)
 
-    call(one)
-    take, taken = driver.PerThread.take, []
-
-    def interrupted(self: Any) -> Any:
-        own = take(self)
-        if not taken:
-            taken.append(own)
+    def launch(*arguments: Any) -> None:
+        if not interrupted:
+            interrupted.append(True)
             call(other)
             call(other)
-        return own
+        device._launch(*arguments)
 
-    monkeypatch.setattr(driver.PerThread, "take", interrupted)
-    for out in (one, other, one):
+    monkeypatch.setattr(device.cupy.cuda.driver, "launchKernel", launch)
+    for out in (one, one, other):
         call(out)
     written = [getattr(launched.named(), "dx" if direction == "backward" else "y") for launched in device.launched]
-    assert written == [out[0].data.ptr for out in (one, other, other, one, other, one)]
+    assert written == [out[0].data.ptr for out in (other, other, one, one, other)]
 
 
 def test_kept_workspace_grows(device: FakeDevice) -> None:
@@ -443,7 +437,8 @@ def test_a_large_workspace_is_not_kept(device: FakeDevice) -> None:
         workspace = launch._Workspace(counter_bytes, size)
         device.zeroed.clear()
         arguments = driver.Arguments("3P", 1)
-        memory = workspace.ready(device.stream, kept, arguments)
+        memory = workspace.take(device.stream, kept)
+        workspace.fill_in(arguments, memory.ptr)
         assert not kept
         assert device.zeroed == ([(memory.ptr, counter_bytes)] if counter_bytes else [])
         assert arguments.workspace == memory.ptr

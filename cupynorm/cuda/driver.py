@@ -114,18 +114,13 @@ class Launch:
 
 
 class PerThread(threading.local):
-    """What each thread has one of its own, made by `make` when the thread first asks for it, with a current context.
-
-    Whoever takes it puts it back as `own`. Who asks meanwhile, as a signal's handler may, is made another.
+    """What each thread has of its own, made by `make` when the thread first asks for it, with a current context: one,
+    which is in `spare` unless somebody has it. Who asks meanwhile, as a signal's handler may, `make`s another.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
         make_context_current()
-        self._make, self.own = make, make()
-
-    def take(self) -> Any:
-        own, self.own = self.own, None
-        return self._make() if own is None else own
+        self.make, self.spare = make, [make()]
 
 
 def load_together(*makes: Callable[[], Any]) -> None:

@@ -184,8 +184,12 @@ class Backward:
         if self._pieces:
             self._call_pieces(x, w, dy, mean, rstd, dx, dw, db)
             return
-        (arguments, of_w), kept = own = self._thread.take()
-        memory = self._workspace.ready(stream, kept, arguments)  # held until the launches are out
+        spare = self._thread.spare
+        own = spare.pop() if spare else self._thread.make()
+        arguments, of_w, kept = own
+        memory = self._workspace.take(stream, kept)  # held until the launches are out
+        if memory is not None and memory.ptr != arguments.workspace:
+            self._workspace.fill_in(arguments, memory.ptr)
         if of_w:
             widened = memory.ptr + self._workspace.beside
             of_w.fill(w, widened)
@@ -194,7 +198,7 @@ class Backward:
         arguments.fill(x, dy, w, mean, rstd, dx, dw, db)
         for launch in self._launches:
             launch(stream.ptr, arguments.address, 0)
-        self._thread.own = own
+        spare.append(own)
 
     def _call_pieces(self, x: int, w: int, dy: int, mean: int, rstd: int, dx: int, dw: int, db: int) -> None:
         problem = self.problem
@@ -263,27 +267,29 @@ class Forward:
         if self._workspace.is_too_large:
             self._pieces = [(Forward(half, offsets, w_offsets), row) for half, row in _halves(problem)]
 
-        make_arguments = functools.partial(
-            Arguments,
-            choose.FORWARD_ARGUMENTS,
-            6,
-            problem.rows,
-            walk_rows,
-            problem.x_row_stride,
-            problem.out_row_stride,
-            problem.eps,
-            problem.columns,
-            _code(problem.w_dtype),
-            _code(problem.b_dtype),
-            config.group_threads,
-            config.slab_columns,
-            config.stages,
-            steps,
-            config.groups,
-            drawn_steps,
-            lead,
-            step_counters,
-        )
+        def make_arguments() -> tuple[Arguments]:
+            arguments = Arguments(
+                choose.FORWARD_ARGUMENTS,
+                6,
+                problem.rows,
+                walk_rows,
+                problem.x_row_stride,
+                problem.out_row_stride,
+                problem.eps,
+                problem.columns,
+                _code(problem.w_dtype),
+                _code(problem.b_dtype),
+                config.group_threads,
+                config.slab_columns,
+                config.stages,
+                steps,
+                config.groups,
+                drawn_steps,
+                lead,
+                step_counters,
+            )
+            return (arguments,)
+
         self._thread = _with_kept(make_arguments)
 
     def __call__(self, x: int, w: int, b: int, residual: int, y: int, *statistics: int) -> None:
@@ -295,13 +301,16 @@ class Forward:
             self._call_pieces(x, w, b, y, mean, rstd)
             return
         stream = _current_stream()
-        arguments, kept = own = self._thread.take()
-        memory = self._workspace.ready(stream, kept, arguments)
+        spare = self._thread.spare
+        own = spare.pop() if spare else self._thread.make()
+        arguments, kept = own
+        memory = self._workspace.take(stream, kept)
+        if memory is not None and memory.ptr != arguments.workspace:
+            self._workspace.fill_in(arguments, memory.ptr)
         arguments.fill(x, w, b, y, mean, rstd)
         for launch in self._launches:
             launch(stream.ptr, arguments.address, 0)
-        del memory  # not before
-        self._thread.own = own
+        spare.append(own)
 
     def _call_pieces(self, x: int, w: int, b: int, y: int, mean: int, rstd: int) -> None:
         problem, itemsize = self.problem, self.problem.x_dtype.itemsize
@@ -337,10 +346,10 @@ class _KeptMemory(threading.local):
 _kept = _KeptMemory()
 
 
-def _with_kept(make: Callable[[], Any]) -> PerThread:
-    """What each thread makes for itself, beside what it keeps on the current device."""
+def _with_kept(make: Callable[[], tuple[Any, ...]]) -> PerThread:
+    """What each thread makes for itself, and what it keeps on the current device."""
     device_id = cupy.cuda.runtime.getDevice()
-    return PerThread(lambda: (make(), _kept.on_device[device_id]))
+    return PerThread(lambda: (*make(), _kept.on_device[device_id]))
 
 
 class _Workspace:
@@ -396,15 +405,11 @@ class _Workspace:
         kept[stream.ptr] = stream, self._bytes, memory
         return memory
 
-    def ready(self, stream: Any, kept: _Kept, arguments: Arguments) -> Any:
-        """The same, and the arguments know of it."""
-        memory = self.take(stream, kept)
-        if memory is not None and memory.ptr != arguments.workspace:
-            if self._has_parts:
-                parts = (0 if start is None else memory.ptr + start for start in self._starts)
-                arguments.fill_workspace(*parts)  # of the parts and, last, of the counters; 0 for what has no size
-            arguments.workspace = memory.ptr  # last: an interrupt may come between
-        return memory
+    def fill_in(self, arguments: Arguments, base: int) -> None:
+        """The addresses of the parts and, last, of the counters, if any; 0 for what has no size."""
+        if self._has_parts:
+            arguments.fill_workspace(*(0 if start is None else base + start for start in self._starts))
+        arguments.workspace = base  # last: an interrupt may come between
 
     @staticmethod
     def _new(allocate: Any, size: int, zeros: int, stream: Any) -> Any:
