@@ -76,6 +76,7 @@ class FakeStream:
 
     def __init__(self, ptr: int = 0, capturing: bool = False) -> None:
         self.ptr, self.capturing = ptr, capturing
+        self.device_id, self.done = -1 if ptr == 0 else 0, True
 
     def is_capturing(self) -> bool:
         return self.capturing
@@ -97,6 +98,7 @@ class FakeDevice:
         self.streams: dict[int, FakeStream] = {}
         self.error: Exception | None = None  # what launches raise
         self.status = 0  # what the driver library returns
+        self.capture_mode = 0
         self._kernels: list[tuple[str, str, tuple[str, ...]]] = []  # file, name, definitions
 
         runtime = self.cupy.cuda.runtime
@@ -190,7 +192,7 @@ class FakeDevice:
         self.launched[-1] = self.launched[-1]._replace(cooperative=True)
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
-        self.capture_mode = mode._obj.value
+        self.capture_mode, mode._obj.value = mode._obj.value, self.capture_mode
         return 0
 
     def cuOccupancyMaxActiveClusters(self, clusters: Any, function: Any, config: Any) -> int:

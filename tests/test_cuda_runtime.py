@@ -454,19 +454,27 @@ def test_work_follows_the_current_stream(cupy: Any) -> None:
 
 @pytest.mark.parametrize("allocator", ["pool", "malloc_async"])
 def test_streams_that_come_and_go(cupy: Any, allocator: str) -> None:
-    """Each is dropped right after a call, whose kernels have yet to run; blocks of many calls then meet at the same
+    """Each is dropped right after a call, whose kernels have yet to run; blocks of all calls then meet at the same
     time, none of them in the workspace of another."""
     tensors = make_tensors(cupy, "rmsnorm", (7000, 1024), "bfloat16")
     expected = backward("rmsnorm", tensors, has_bias=True)
     outs = [empty_results(cupy, tensors) for _ in range(24)]
+    gate, start = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event()
+    spin(cupy, 0)
     cupy.cuda.Device().synchronize()
     in_order = cupy.cuda.using_allocator(cupy.cuda.malloc_async)
     with in_order if allocator == "malloc_async" else contextlib.nullcontext():
-        for out in outs:
-            with cupy.cuda.Stream(non_blocking=True):
-                spin(cupy, 0.01)
-                backward("rmsnorm", tensors, has_bias=True, out=out)
-        cupy.cuda.Device().synchronize()
+        for _ in range(2):  # once to have workspace in the pool
+            with gate:
+                spin(cupy, 0.05)
+            start.record(gate)
+            for out in outs:
+                with cupy.cuda.Stream(non_blocking=True) as stream:
+                    stream.wait_event(start)
+                    backward("rmsnorm", tensors, has_bias=True, out=out)
+                del stream
+            assert not gate.done, "the calls were too late for this test to tell"
+            cupy.cuda.Device().synchronize()
     for out in outs:
         assert_same_bits(out, expected)
 

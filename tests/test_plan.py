@@ -316,7 +316,8 @@ def kept_owners() -> dict[int, Any]:
 
 def test_workspace_is_kept_for_the_last_streams(device: FakeDevice) -> None:
     """For each by its pointer, whichever object has it. As long as its workspace is kept a stream lives, so that none
-    made later has its pointer. And the memory goes before the stream does, in whose order it may be given back."""
+    made later has its pointer, and it is kept for those that have work to do. The memory goes before the stream does,
+    in whose order it may be given back."""
     streams = [FakeStream(pointer) for pointer in range(7, 7 + config.KEPT_STREAMS)]
     for device.stream in (*streams, FakeStream(7)):
         backward("rmsnorm", call_of(device, "rmsnorm", out=results_of(device)))
@@ -328,13 +329,17 @@ def test_workspace_is_kept_for_the_last_streams(device: FakeDevice) -> None:
         weakref.finalize(stream, gone.append, ("stream", stream.ptr))
     for pointer, owner in kept_owners().items():
         weakref.finalize(owner, gone.append, ("memory", pointer))
+    streams[1].done = False
     device.stream = FakeStream(5)
+    busy = weakref.ref(streams[1])
     del owner, stream, streams
     assert not gone
     for pointer in (5, 6):
         device.stream = FakeStream(pointer)
         backward("rmsnorm", call_of(device, "rmsnorm", out=results_of(device)))
-    assert gone == [(what, pointer) for pointer in (7, 8) for what in ("memory", "stream")]
+    assert gone == [(what, pointer) for pointer in (7, 9) for what in ("memory", "stream")]
+    assert busy() is not None, "its pointer, and with it its memory, would be given to a new one"
+    assert device.capture_mode == 0
 
 
 def test_what_a_thread_kept_goes_with_it(device: FakeDevice) -> None:

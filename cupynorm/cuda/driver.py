@@ -167,10 +167,25 @@ def make_context_current() -> None:
         _thread.has_context = True
 
 
-def allow_capture_elsewhere() -> None:
-    """That this thread waits ends no capture of another's, as it else would one in the driver's "global" mode."""
-    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
-    _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+def allow_capture_elsewhere() -> int:
+    """What this thread asks the driver or waits for ends no capture of another's, as it else would one in the driver's
+    "global" mode. Returns the thread's mode before."""
+    return _exchange_capture_mode(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+def _exchange_capture_mode(mode: int) -> int:
+    exchanged = ctypes.c_int(mode)
+    _check(_library().cuThreadExchangeStreamCaptureMode(ctypes.byref(exchanged)))
+    return exchanged.value
+
+
+def is_done(stream: Any) -> bool:
+    """Whether a stream, of CuPy's, has no more work to do."""
+    before = allow_capture_elsewhere()
+    try:
+        return bool(stream.done)
+    finally:
+        _exchange_capture_mode(before)
 
 
 def _check(status: int) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from ..arrays import is_capturing
 from ..problem import NormProblem
 from . import config as choose
-from .driver import Arguments, Launch, PerThread, load_together
+from .driver import Arguments, Launch, PerThread, is_done, load_together
 from .module import kernel, prepare
 
 # cudaDevAttr… ComputeCapabilityMajor, ComputeCapabilityMinor, MultiProcessorCount, MaxSharedMemoryPerBlockOptin,
@@ -399,9 +399,8 @@ class _Workspace:
         if entry is not None and entry[1] >= self._bytes:
             return entry[2]
         memory = self._new(_alloc, self._bytes, _KEPT_ZEROS, stream)
-        while entry is None and len(kept) >= choose.KEPT_STREAMS:
-            gone, _, its_memory = kept.pop(next(iter(kept)))
-            del its_memory, gone  # in this order
+        if entry is None:
+            _make_room(kept)
         kept[stream.ptr] = stream, self._bytes, memory
         return memory
 
@@ -417,6 +416,23 @@ class _Workspace:
         if zeros:
             cupy.cuda.runtime.memsetAsync(memory.ptr, 0, zeros, stream.ptr)
         return memory
+
+
+def _make_room(kept: _Kept) -> None:
+    """So that with one more stream there are no more than KEPT_STREAMS. Of CuPy's own those stay that have work to do:
+    once they are gone CUDA gives their pointers to new ones, and to these CuPy's pool gives their memory."""
+    while len(kept) >= choose.KEPT_STREAMS and (pointer := _first_that_may_go(kept)) is not None:
+        stream, _, memory = kept.pop(pointer)
+        del memory, stream  # in this order
+
+
+def _first_that_may_go(kept: _Kept) -> int | None:
+    for pointer, (stream, _, _) in kept.items():
+        # Default streams and other libraries' CuPy does not end.
+        its_own = stream.device_id >= 0 and not isinstance(stream, cupy.cuda.ExternalStream)
+        if not its_own or is_done(stream):
+            return pointer
+    return None
 
 
 # --- small pieces -----------------------------------------------------------------------------------------------------
