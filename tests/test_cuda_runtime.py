@@ -452,9 +452,10 @@ def test_work_follows_the_current_stream(cupy: Any) -> None:
     assert_same_bits(results, expected)
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["one after the other", "together"])
 @pytest.mark.parametrize("allocator", ["pool", "malloc_async"])
-def test_streams_that_come_and_go(cupy: Any, allocator: str) -> None:
-    """Each is dropped right after a call, whose kernels have yet to run; blocks of all calls then meet at the same
+def test_streams_that_come_and_go(cupy: Any, allocator: str, together: bool) -> None:
+    """Each is dropped right after a call, whose kernels have yet to run; blocks of several calls then meet at the same
     time, none of them in the workspace of another."""
     tensors = make_tensors(cupy, "rmsnorm", (7000, 1024), "bfloat16")
     expected = backward("rmsnorm", tensors, has_bias=True)
@@ -470,7 +471,10 @@ def test_streams_that_come_and_go(cupy: Any, allocator: str) -> None:
             start.record(gate)
             for out in outs:
                 with cupy.cuda.Stream(non_blocking=True) as stream:
-                    stream.wait_event(start)
+                    if together:
+                        stream.wait_event(start)
+                    else:
+                        spin(cupy, 0.01)
                     backward("rmsnorm", tensors, has_bias=True, out=out)
                 del stream
             assert not gate.done, "the calls were too late for this test to tell"
