@@ -452,11 +452,9 @@ def test_work_follows_the_current_stream(cupy: Any) -> None:
     assert_same_bits(results, expected)
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["one after the other", "together"])
-@pytest.mark.parametrize("allocator", ["pool", "malloc_async"])
-def test_streams_that_come_and_go(cupy: Any, allocator: str, together: bool) -> None:
-    """Each is dropped right after a call, whose kernels have yet to run; blocks of several calls then meet at the same
-    time, none of them in the workspace of another."""
+def calls_on_streams_that_are_dropped(cupy: Any, allocator: str, hold: Callable[[Any, Any], None]) -> None:
+    """Right after each call, whose kernels have yet to run, for `hold` holds them up; blocks of several calls then meet
+    at the same time, none of them in the workspace of another."""
     tensors = make_tensors(cupy, "rmsnorm", (7000, 1024), "bfloat16")
     expected = backward("rmsnorm", tensors, has_bias=True)
     outs = [empty_results(cupy, tensors) for _ in range(24)]
@@ -471,16 +469,23 @@ def test_streams_that_come_and_go(cupy: Any, allocator: str, together: bool) -> 
             start.record(gate)
             for out in outs:
                 with cupy.cuda.Stream(non_blocking=True) as stream:
-                    if together:
-                        stream.wait_event(start)
-                    else:
-                        spin(cupy, 0.01)
+                    hold(stream, start)
                     backward("rmsnorm", tensors, has_bias=True, out=out)
                 del stream
             assert not gate.done, "the calls were too late for this test to tell"
             cupy.cuda.Device().synchronize()
     for out in outs:
         assert_same_bits(out, expected)
+
+
+@pytest.mark.parametrize("allocator", ["pool", "malloc_async"])
+def test_streams_that_come_and_go(cupy: Any, allocator: str) -> None:
+    calls_on_streams_that_are_dropped(cupy, allocator, lambda stream, start: stream.wait_event(start))
+
+
+@pytest.mark.parametrize("allocator", ["pool", "malloc_async"])
+def test_streams_that_come_and_go_one_after_the_other(cupy: Any, allocator: str) -> None:
+    calls_on_streams_that_are_dropped(cupy, allocator, lambda *_: spin(cupy, 0.01))
 
 
 @pytest.mark.parametrize("norm", NORMS)
