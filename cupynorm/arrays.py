@@ -104,7 +104,7 @@ class Host:
         return contextlib.nullcontext()
 
 
-class _CudaStream:
+class CudaStream:
     """A stream by its pointer, as NVIDIA's protocol for streams has it."""
 
     def __init__(self, pointer: int) -> None:
@@ -183,7 +183,7 @@ class Device:
     def stream_at(self, pointer: int) -> Any:
         """CuPy's object for another library's stream."""
         kind = self.cupy.cuda.Stream
-        return kind.null if pointer in _DEFAULT_STREAMS else kind.from_external(_CudaStream(pointer))
+        return kind.null if pointer in _DEFAULT_STREAMS else kind.from_external(CudaStream(pointer))
 
     @contextlib.contextmanager
     def _on_stream(self, stream: Any, there: AbstractContextManager[Any] = _NOTHING) -> Iterator[None]:
@@ -232,9 +232,9 @@ def _held() -> queue.SimpleQueue[Any]:
     held: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def drop() -> None:
-        from .cuda import driver
-
         with contextlib.suppress(Exception):
+            from .cuda import driver
+
             driver.allow_capture_elsewhere()
         while True:
             set_device, device, done, things = held.get()

@@ -6,7 +6,6 @@ Whatever a user gets wrong is one line on stderr and exit status 2, before anyth
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib.metadata
 import os
 import re
@@ -42,28 +41,23 @@ def guarded(program: str, command: Callable[[], int]) -> int:
         print(end="", flush=True)
         return status
     except UsageError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        _say(f"{program}: {error}")
         return 2
     except MemoryError as error:
-        print(f"{program}: out of memory: {error}", file=sys.stderr)
+        _say(f"{program}: out of memory: {error}")
         return 1
     except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
-        _write_no_more()
-        return 1
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        _write_no_more()
-        print(f"{program}: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        print(f"{program}: interrupted", file=sys.stderr)
+        _say(f"{program}: interrupted")
         return 130
 
 
-def _write_no_more() -> None:
-    """What is left of stdout, which the interpreter would try to write in the end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _say(line: str) -> None:
+    """On stderr, if the process was started with one: without, `print` would take stdout."""
+    if sys.stderr is not None:
+        print(line, file=sys.stderr)
 
 
 # --- arguments --------------------------------------------------------------------------------------------

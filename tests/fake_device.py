@@ -76,7 +76,6 @@ class FakeStream:
 
     def __init__(self, ptr: int = 0, capturing: bool = False) -> None:
         self.ptr, self.capturing = ptr, capturing
-        self.device_id, self.done = -1 if ptr == 0 else 0, True
 
     def is_capturing(self) -> bool:
         return self.capturing
@@ -88,7 +87,7 @@ class FakeDevice:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cupy: Any = pytest.importorskip("cupy")
         from cupynorm import arrays, dispatch
-        from cupynorm.cuda import driver, launch
+        from cupynorm.cuda import driver, launch, streams
 
         self.launched: list[Launched] = []
         self.allocated: list[tuple[str, int]] = []  # by which allocator, bytes
@@ -99,6 +98,8 @@ class FakeDevice:
         self.error: Exception | None = None  # what launches raise
         self.status = 0  # what the driver library returns
         self.capture_mode = 0
+        self.busy: set[int] = set()  # streams with work to do, by their pointers
+        self.asked: list[int] = []  # those of which it was asked whether they have
         self._kernels: list[tuple[str, str, tuple[str, ...]]] = []  # file, name, definitions
 
         runtime = self.cupy.cuda.runtime
@@ -121,6 +122,9 @@ class FakeDevice:
         monkeypatch.setattr(launch, "_load", launch._load.__wrapped__)
         monkeypatch.setattr(launch, "prepare", lambda device_id: None)
         monkeypatch.setattr(launch, "_kept", launch._KeptMemory())
+        monkeypatch.setattr(streams, "_kept", {})
+        monkeypatch.setattr(streams, "_LOOKED_AT", 1)
+        monkeypatch.setattr(streams, "_look_at", 1)
         monkeypatch.setattr(launch, "_alloc", lambda size: self._allocate("pool", size))
         monkeypatch.setattr(launch, "_malloc_async", lambda size: self._allocate("graph", size))
         monkeypatch.setattr(launch, "_current_stream", lambda: self._stream_of(-1))
@@ -194,6 +198,10 @@ class FakeDevice:
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
         self.capture_mode, mode._obj.value = mode._obj.value, self.capture_mode
         return 0
+
+    def cuStreamQuery(self, stream: Any) -> int:
+        self.asked.append(stream.value)
+        return 600 if stream.value in self.busy else 0
 
     def cuOccupancyMaxActiveClusters(self, clusters: Any, function: Any, config: Any) -> int:
         clusters._obj.value = 30

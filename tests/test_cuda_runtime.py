@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -452,40 +453,72 @@ def test_work_follows_the_current_stream(cupy: Any) -> None:
     assert_same_bits(results, expected)
 
 
-def calls_on_streams_that_are_dropped(cupy: Any, allocator: str, hold: Callable[[Any, Any], None]) -> None:
+# The allocator, whether workspace is kept, whether each call has a thread of its own (which has an allocator of its own).
+DROPPED = [
+    ("pool", True, False),
+    ("pool", False, False),
+    ("pool", True, True),
+    ("malloc_async", True, False),
+    ("malloc_async", False, False),
+]
+
+
+def calls_on_streams_that_are_dropped(
+    monkeypatch: Any, cupy: Any, allocator: str, kept: bool, threads: bool, hold: Callable[[Any, Any], None]
+) -> None:
     """Right after each call, whose kernels have yet to run, for `hold` holds them up; blocks of several calls then meet
     at the same time, none of them in the workspace of another."""
+    from cupynorm import dispatch
+    from cupynorm.cuda import config
+
     tensors = make_tensors(cupy, "rmsnorm", (7000, 1024), "bfloat16")
     expected = backward("rmsnorm", tensors, has_bias=True)
     outs = [empty_results(cupy, tensors) for _ in range(24)]
     gate, start = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event()
+    if not kept:
+        monkeypatch.setattr(config, "KEPT_BYTES", 0)
+        dispatch.plan_of.cache_clear()
+
+    def call(out: Any) -> None:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            hold(stream, start)
+            backward("rmsnorm", tensors, has_bias=True, out=out)
+
     spin(cupy, 0)
+    start.record(gate)
+    call(outs[0])
     cupy.cuda.Device().synchronize()
     in_order = cupy.cuda.using_allocator(cupy.cuda.malloc_async)
     with in_order if allocator == "malloc_async" else contextlib.nullcontext():
         for _ in range(2):  # once to have workspace in the pool
             with gate:
-                spin(cupy, 0.05)
+                spin(cupy, 0.1)
             start.record(gate)
             for out in outs:
-                with cupy.cuda.Stream(non_blocking=True) as stream:
-                    hold(stream, start)
-                    backward("rmsnorm", tensors, has_bias=True, out=out)
-                del stream
+                if threads:
+                    thread = threading.Thread(target=call, args=(out,))
+                    thread.start()
+                    thread.join()
+                else:
+                    call(out)
             assert not gate.done, "the calls were too late for this test to tell"
             cupy.cuda.Device().synchronize()
     for out in outs:
         assert_same_bits(out, expected)
+    dispatch.plan_of.cache_clear()
 
 
-@pytest.mark.parametrize("allocator", ["pool", "malloc_async"])
-def test_streams_that_come_and_go(cupy: Any, allocator: str) -> None:
-    calls_on_streams_that_are_dropped(cupy, allocator, lambda stream, start: stream.wait_event(start))
+@pytest.mark.parametrize(("allocator", "kept", "threads"), DROPPED)
+def test_streams_that_come_and_go(monkeypatch: Any, cupy: Any, allocator: str, kept: bool, threads: bool) -> None:
+    held = monkeypatch, cupy, allocator, kept, threads
+    calls_on_streams_that_are_dropped(*held, lambda stream, start: stream.wait_event(start))
 
 
-@pytest.mark.parametrize("allocator", ["pool", "malloc_async"])
-def test_streams_that_come_and_go_one_after_the_other(cupy: Any, allocator: str) -> None:
-    calls_on_streams_that_are_dropped(cupy, allocator, lambda *_: spin(cupy, 0.01))
+@pytest.mark.parametrize(("allocator", "kept", "threads"), DROPPED)
+def test_streams_that_come_and_go_one_after_the_other(
+    monkeypatch: Any, cupy: Any, allocator: str, kept: bool, threads: bool
+) -> None:
+    calls_on_streams_that_are_dropped(monkeypatch, cupy, allocator, kept, threads, lambda *_: spin(cupy, 0.01))
 
 
 @pytest.mark.parametrize("norm", NORMS)

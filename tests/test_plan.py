@@ -307,47 +307,63 @@ def test_where_blocks_meet(device: FakeDevice) -> None:
     assert sorted(address for address, _ in device.zeroed) == sorted(place for _, place in places)
 
 
-def kept_owners() -> dict[int, Any]:
-    """Of the memory that this thread keeps on device 0: by the streams' pointers, an object that lives as long."""
+def launch_kept() -> Any:
+    """What this thread keeps on device 0."""
     from cupynorm.cuda import launch
 
-    return {pointer: memory.mem._owner for pointer, (_, _, memory) in launch._kept.on_device[0].items()}
+    return launch._kept.on_device[0]
 
 
-def test_workspace_is_kept_for_the_last_streams(device: FakeDevice) -> None:
-    """For each by its pointer, whichever object has it. As long as its workspace is kept a stream lives, so that none
-    made later has its pointer, and it is kept for those that have work to do. The memory goes before the stream does,
-    in whose order it may be given back."""
-    streams = [FakeStream(pointer) for pointer in range(7, 7 + config.KEPT_STREAMS)]
-    for device.stream in (*streams, FakeStream(7)):
-        backward("rmsnorm", call_of(device, "rmsnorm", out=results_of(device)))
-    assert meeting_of(device.launched[0]) == meeting_of(device.launched[-1])
+def kept_owners() -> dict[int, Any]:
+    """Of that memory, by the streams' pointers, objects that live as long."""
+    return {pointer: memory.mem._owner for pointer, (_, _, memory) in launch_kept().items()}
+
+
+def drop(device: FakeDevice, pointer: int, rows: int = ROWS) -> weakref.ref[Any]:
+    """A call on a stream that nobody else knows any more."""
+    device.stream = stream = FakeStream(pointer)
+    backward("rmsnorm", call_of(device, "rmsnorm", rows=rows, out=results_of(device, rows)))
+    device.stream = FakeStream()
+    return weakref.ref(stream)
+
+
+def test_workspace_is_kept_for_some_streams(device: FakeDevice) -> None:
+    """For each by its pointer, whichever object has it. Then the first goes, of which memory goes before the stream
+    does, in whose order it may be given back; and the stream stays while it has work to do."""
+    pointers = range(7, 7 + config.KEPT_STREAMS)
+    streams = [drop(device, pointer) for pointer in pointers]
+    again = drop(device, 9)
+    assert meeting_of(device.launched[2]) == meeting_of(device.launched[-1])
     assert len(device.zeroed) == config.KEPT_STREAMS
-
     gone: list[tuple[str, int]] = []
-    for stream in streams:
-        weakref.finalize(stream, gone.append, ("stream", stream.ptr))
     for pointer, owner in kept_owners().items():
         weakref.finalize(owner, gone.append, ("memory", pointer))
-    streams[1].done = False
-    device.stream = FakeStream(5)
-    busy = weakref.ref(streams[1])
-    del owner, stream, streams
+    del owner
+    assert streams[2]() is None
+    for stream in (*streams[:2], again, *streams[3:]):
+        held = stream()
+        weakref.finalize(held, gone.append, ("stream", held.ptr))
+        del held
     assert not gone
-    for pointer in (5, 6):
-        device.stream = FakeStream(pointer)
-        backward("rmsnorm", call_of(device, "rmsnorm", out=results_of(device)))
-    assert gone == [(what, pointer) for pointer in (7, 9) for what in ("memory", "stream")]
-    assert busy() is not None, "its pointer, and with it its memory, would be given to a new one"
+    device.busy = {8}
+    for pointer in (4, 5, 6):
+        drop(device, pointer)
+    assert gone == [("memory", 7), ("stream", 7), ("memory", 8), ("memory", 9), ("stream", 9)]
     assert device.capture_mode == 0
+    device.busy = set()
+    drop(device, 3)
+    assert gone[-3:] == [("stream", 8), ("memory", 10), ("stream", 10)]
 
 
-def test_what_a_thread_kept_goes_with_it(device: FakeDevice) -> None:
-    """At once, not when the collector of cycles runs."""
-    kept = []
+@pytest.mark.parametrize("busy", [False, True])
+def test_what_a_thread_kept_goes_with_it(device: FakeDevice, busy: bool) -> None:
+    """At once, not when the collector of cycles runs; but a stream that has work to do stays, so that none has its
+    pointer."""
+    device.busy = {7} if busy else set()
+    kept: list[Any] = []
 
     def work() -> None:
-        backward("rmsnorm", call_of(device, "rmsnorm"))
+        kept.append(drop(device, 7))
         kept.extend(map(weakref.ref, kept_owners().values()))
 
     gc.disable()
@@ -355,9 +371,88 @@ def test_what_a_thread_kept_goes_with_it(device: FakeDevice) -> None:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        assert [owner() for owner in kept] == [None]
+        stream, owner = kept
+        assert owner() is None
+        assert (stream() is not None) == busy
     finally:
         gc.enable()
+
+
+def test_a_stream_whose_workspace_is_not_kept_stays_while_it_has_work(monkeypatch: Any, device: FakeDevice) -> None:
+    monkeypatch.setattr(config, "KEPT_BYTES", 0)
+    stream = drop(device, 7)
+    memory = [owner for owner in launch_kept().values() if owner[2] is not None]
+    assert not memory
+    assert stream() is not None
+    device.busy = {7}
+    for pointer in range(8, 9 + config.KEPT_STREAMS):
+        drop(device, pointer)
+    assert 7 not in launch_kept()
+    assert stream() is not None
+    device.busy = set()
+    drop(device, 5)
+    assert stream() is None
+
+
+def test_a_stream_that_is_captured_is_not_asked(device: FakeDevice) -> None:
+    """That would end the capture."""
+    device.stream = captured = FakeStream(7)
+    backward("rmsnorm", call_of(device, "rmsnorm"))
+    captured.capturing = True
+    for pointer in range(8, 10 + config.KEPT_STREAMS):
+        drop(device, pointer)
+    assert device.asked == [8, 9]
+    captured.capturing = False
+    drop(device, 5)
+    assert device.asked == [8, 9, 7, 10]
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_another_object_of_a_stream_takes_over(device: FakeDevice, foreign: bool) -> None:
+    """It may be the one with which the stream ends; with one over a bare pointer no stream does."""
+    first = FakeStream(7)
+    if foreign:
+        first._foreign_stream_ref = arrays.CudaStream(7)  # type: ignore[attr-defined]
+    device.stream, device.busy = first, {7}
+    backward("rmsnorm", call_of(device, "rmsnorm"))
+    gone = weakref.ref(first)
+    device.stream = FakeStream()
+    del first
+    second = drop(device, 7)
+    assert meeting_of(device.launched[0]) == meeting_of(device.launched[1])
+    assert (gone() is None) == foreign
+    assert second() is not None
+
+
+@pytest.mark.parametrize("context", [0, 5])
+def test_a_context_that_a_thread_has_made_current_stays(monkeypatch: Any, device: FakeDevice, context: int) -> None:
+    from cupynorm.cuda import driver
+
+    made = []
+    monkeypatch.setattr(device.cupy.cuda.driver, "ctxGetCurrent", lambda: context)
+    monkeypatch.setattr(device.cupy.cuda.runtime, "setDevice", made.append)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(2):
+            pool.submit(driver.make_context_current).result()
+    assert made == ([] if context else [0])
+
+
+def test_arguments_are_made_once_for_a_thread(monkeypatch: Any, device: FakeDevice) -> None:
+    from cupynorm.cuda import launch
+
+    made = []
+    monkeypatch.setattr(launch, "Arguments", lambda *of, own=launch.Arguments: made.append(of) or own(*of))
+    for _ in range(3):
+        backward("rmsnorm", call_of(device, "rmsnorm"))
+        cupynorm.rmsnorm_forward(call_of(device, "rmsnorm")["x"])
+    assert len(made) == 2
+    device.error = RuntimeError("no launch")
+    with pytest.raises(RuntimeError, match="no launch"):
+        backward("rmsnorm", call_of(device, "rmsnorm"))
+    device.error = None
+    for _ in range(2):
+        backward("rmsnorm", call_of(device, "rmsnorm"))
+    assert len(made) == 3
 
 
 @pytest.mark.parametrize("direction", ["backward", "forward"])
@@ -437,14 +532,14 @@ def test_what_gangs_exchange_is_zero_at_first_and_theirs_alone(
 def test_a_large_workspace_is_not_kept(device: FakeDevice) -> None:
     from cupynorm.cuda import driver, launch
 
-    kept: dict[int, Any] = {}
+    kept = launch._Kept()
     for counter_bytes, size in ((64, config.KEPT_BYTES), (config.KEPT_COUNTER_BYTES + 8, 512), (0, config.KEPT_BYTES)):
         workspace = launch._Workspace(counter_bytes, size)
         device.zeroed.clear()
         arguments = driver.Arguments("3P", 1)
         memory = workspace.take(device.stream, kept)
         workspace.fill_in(arguments, memory.ptr)
-        assert not kept
+        assert [entry[1:] for entry in kept.values()] == [(0, None)]
         assert device.zeroed == ([(memory.ptr, counter_bytes)] if counter_bytes else [])
         assert arguments.workspace == memory.ptr
         _, part, counters = struct.unpack("3P", arguments_of(arguments, 24))
@@ -609,7 +704,7 @@ def test_a_workspace_for_what_lies_beside_alone(device: FakeDevice) -> None:
     """Kept, it lies behind what counters may take, and is not cleared from call to call; too large, it is not kept."""
     from cupynorm.cuda import launch
 
-    kept: dict[int, Any] = {}
+    kept = launch._Kept()
     workspace = launch._Workspace(0, 0, beside=1000)
     memory = workspace.take(device.stream, kept)
     assert memory is kept[device.stream.ptr][2]
@@ -621,7 +716,7 @@ def test_a_workspace_for_what_lies_beside_alone(device: FakeDevice) -> None:
     behind = launch._Workspace(64, 2000, beside=1000)
     assert behind.beside >= config.KEPT_COUNTER_BYTES + 2000
     large = launch._Workspace(0, beside=config.KEPT_BYTES)
-    assert large.take(device.stream, {}) is not None
+    assert large.take(device.stream, launch._Kept()) is not None
     assert (large.beside, device.allocated[-1][1]) == (0, config.KEPT_BYTES)
 
 
@@ -1092,7 +1187,9 @@ class TorchOnDevice:
     def stream_like(self, other: Any) -> FakeStream:
         version, pointer = other.__cuda_stream__()
         assert version == 0
-        return FakeStream(pointer)
+        stream = FakeStream(pointer)
+        stream._foreign_stream_ref = other  # type: ignore[attr-defined]
+        return stream
 
     def stream_of(self, device: int) -> int:
         assert device == self.device
@@ -1253,7 +1350,8 @@ def test_arrays_of_other_frameworks_on_a_device(
     assert (kind, current) == ("held", 1)
     held, views = (things, [None]) if framework == "jax" else things  # whose arrays' capsules keep from being donated
     assert all(any(array is thing for thing in held) for array in (x, w, dy, rstd, *(out if given else ())))
-    assert sum(view is not None for view in views) == (0 if framework == "jax" else number), "memory may be theirs"
+    capsules = [type(view.owner).__name__ for view in views if view is not None]
+    assert capsules == ["PyCapsule"] * (0 if framework == "jax" else number), "memory may be theirs"
     if fails:
         assert len(happened) == number + 2
     else:

@@ -20,6 +20,7 @@ import cupy
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _NON_PORTABLE_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _PORTABLE_CLUSTER = 8
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _INVALID_CLUSTER_SIZE = 912  # CUDA_ERROR_INVALID_CLUSTER_SIZE
 
 
@@ -119,8 +120,10 @@ class PerThread(threading.local):
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+        self.spare: list[Any] = []
         make_context_current()
-        self.make, self.spare = make, [make()]
+        self.spare.append(make())
 
 
 def load_together(*makes: Callable[[], Any]) -> None:
@@ -179,11 +182,11 @@ def _exchange_capture_mode(mode: int) -> int:
     return exchanged.value
 
 
-def is_done(stream: Any) -> bool:
-    """Whether a stream, of CuPy's, has no more work to do."""
+def is_done(stream: int) -> bool:
+    """Whether a stream, by its pointer, has no more work to do; it must not be one that is being captured."""
     before = allow_capture_elsewhere()
     try:
-        return bool(stream.done)
+        return bool(_library().cuStreamQuery(ctypes.c_void_p(stream)) != _NOT_READY)
     finally:
         _exchange_capture_mode(before)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -17,8 +18,9 @@ import numpy as np
 from ..arrays import is_capturing
 from ..problem import NormProblem
 from . import config as choose
-from .driver import Arguments, Launch, PerThread, is_done, load_together
+from .driver import Arguments, Launch, PerThread, load_together
 from .module import kernel, prepare
+from .streams import keep_until_done
 
 # cudaDevAttr… ComputeCapabilityMajor, ComputeCapabilityMinor, MultiProcessorCount, MaxSharedMemoryPerBlockOptin,
 # MemoryClockRate (kHz, of two transfers each), GlobalMemoryBusWidth (bits)
@@ -198,7 +200,7 @@ class Backward:
         arguments.fill(x, dy, w, mean, rstd, dx, dw, db)
         for launch in self._launches:
             launch(stream.ptr, arguments.address, 0)
-        spare.append(own)
+        spare.append(own)  # not where something was raised: then another is made
 
     def _call_pieces(self, x: int, w: int, dy: int, mean: int, rstd: int, dx: int, dw: int, db: int) -> None:
         problem = self.problem
@@ -331,16 +333,30 @@ def _halves(problem: NormProblem) -> list[tuple[NormProblem, int]]:
     ]
 
 
-# The memory that is kept for each stream, by its pointer: the stream, bytes, memory. As long as CuPy's object of a
-# stream lives, no other has its pointer; and what allocates in order of a stream finds it when memory is given back.
-_Kept = dict[int, tuple[Any, int, Any]]
+class _Kept(dict[int, tuple[Any, int, Any]]):
+    """What is kept for each stream, by its pointer: CuPy's object of the stream, bytes, memory.
+
+    When that is let go, or the thread ends, the stream lives on until its work is done (streams.py).
+    """
+
+    def make_room(self) -> None:
+        """For one more stream."""
+        while len(self) >= choose.KEPT_STREAMS:
+            stream, _, memory = self.pop(next(iter(self)))
+            keep_until_done(stream)
+            del memory, stream  # in this order: memory may be given back in order of the stream
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # where the interpreter ends
+            for stream, _, _ in self.values():
+                keep_until_done(stream)
 
 
 class _KeptMemory(threading.local):
     """Of each thread: two may mean different streams by the same pointer, or race for one."""
 
     def __init__(self) -> None:
-        self.on_device: defaultdict[int, _Kept] = defaultdict(dict)
+        self.on_device: defaultdict[int, _Kept] = defaultdict(_Kept)
 
 
 _kept = _KeptMemory()
@@ -360,9 +376,9 @@ class _Workspace:
     The counters are those of counters.cuh or a Meeting (reduction.cuh), which begins with them. What gangs exchange
     (gang.cuh) takes the place of the last of the sizes. Both are zero at first.
 
-    A stream's launches follow one another, so its calls use the same memory, which is kept from call to call, for the
-    KEPT_STREAMS streams that came last. A graph, which may be launched on any stream, has its own, and so has a call
-    that needs more than KEPT_BYTES.
+    A stream's launches follow one another, so its calls use the same memory, which is kept from call to call, for
+    KEPT_STREAMS streams. A graph, which may be launched on any stream, has its own, and so has a call that needs more
+    than KEPT_BYTES.
     """
 
     def __init__(self, counter_bytes: int, *sizes: int, exchange: int = 0, beside: int = 0) -> None:
@@ -393,22 +409,28 @@ class _Workspace:
             return None
         if is_capturing(stream):
             return self._new(_malloc_async, self._bytes, self._zeros, stream)
-        if not self._keeps:
-            return self._new(_alloc, self._bytes, self._zeros, stream)
         entry = kept.get(stream.ptr)
-        if entry is not None and entry[1] >= self._bytes:
+        if entry is not None and entry[0] is stream and entry[1] >= self._bytes and self._keeps:
             return entry[2]
-        memory = self._new(_alloc, self._bytes, _KEPT_ZEROS, stream)
+        return self._take_anew(stream, kept, entry)
+
+    def _take_anew(self, stream: Any, kept: _Kept, entry: tuple[Any, int, Any] | None) -> Any:
+        """Where the stream has no memory of this size yet, or another object, or such memory is not kept."""
         if entry is None:
-            _make_room(kept)
-        kept[stream.ptr] = stream, self._bytes, memory
-        return memory
+            kept.make_room()
+        elif entry[0] is not stream:
+            keep_until_done(entry[0])
+        _, size, memory = entry or (None, 0, None)
+        if self._keeps and size < self._bytes:
+            size, memory = self._bytes, self._new(_alloc, self._bytes, _KEPT_ZEROS, stream)
+        kept[stream.ptr] = stream, size, memory  # also without memory: the stream lives until its work is done
+        return memory if self._keeps else self._new(_alloc, self._bytes, self._zeros, stream)
 
     def fill_in(self, arguments: Arguments, base: int) -> None:
         """The addresses of the parts and, last, of the counters, if any; 0 for what has no size."""
         if self._has_parts:
             arguments.fill_workspace(*(0 if start is None else base + start for start in self._starts))
-        arguments.workspace = base  # last: an interrupt may come between
+        arguments.workspace = base
 
     @staticmethod
     def _new(allocate: Any, size: int, zeros: int, stream: Any) -> Any:
@@ -416,23 +438,6 @@ class _Workspace:
         if zeros:
             cupy.cuda.runtime.memsetAsync(memory.ptr, 0, zeros, stream.ptr)
         return memory
-
-
-def _make_room(kept: _Kept) -> None:
-    """So that with one more stream there are no more than KEPT_STREAMS. Of CuPy's own those stay that have work to do:
-    once they are gone CUDA gives their pointers to new ones, and to these CuPy's pool gives their memory."""
-    while len(kept) >= choose.KEPT_STREAMS and (pointer := _first_that_may_go(kept)) is not None:
-        stream, _, memory = kept.pop(pointer)
-        del memory, stream  # in this order
-
-
-def _first_that_may_go(kept: _Kept) -> int | None:
-    for pointer, (stream, _, _) in kept.items():
-        # Default streams and other libraries' CuPy does not end.
-        its_own = stream.device_id >= 0 and not isinstance(stream, cupy.cuda.ExternalStream)
-        if not its_own or is_done(stream):
-            return pointer
-    return None
 
 
 # --- small pieces -----------------------------------------------------------------------------------------------------

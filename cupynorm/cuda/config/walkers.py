@@ -34,7 +34,7 @@ FAST_APART_MOST_STEPS, APART_MOST_STEPS = 12, {False: 16, True: 48}
 EVEN_BELOW_STEPS, EVEN_LEAST_WALKERS = 48, 3 / 4
 WORKSPACE_BYTES = 64 << 20  # at most: partial rows take half, and what takes more goes in several launches
 KEPT_BYTES = 16 << 20  # of workspace, for each stream; a call that needs more allocates its own
-KEPT_STREAMS = 8  # of each thread, on each device
+KEPT_STREAMS = 8  # for which a thread keeps workspace on a device
 # Of the forward split route: blocks that a multiprocessor holds (kBlocksAtOnce of forward_split.cu; in float64, say,
 # two: there waves are not whole), waves of these, at least and at most, and rows that a block is to have.
 FORWARD_SPLIT_AT_ONCE, FORWARD_SPLIT_WAVES, FORWARD_SPLIT_ROWS = 3, (2, 11), 8
