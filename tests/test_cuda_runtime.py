@@ -453,7 +453,7 @@ def test_work_follows_the_current_stream(cupy: Any) -> None:
     assert_same_bits(results, expected)
 
 
-# The allocator, whether workspace is kept, whether each call has a thread of its own (which has an allocator of its own).
+# The allocator, whether workspace is kept, whether each call has a thread of its own, to which no allocator is set.
 DROPPED = [
     ("pool", True, False),
     ("pool", False, False),
@@ -492,7 +492,7 @@ def calls_on_streams_that_are_dropped(
     with in_order if allocator == "malloc_async" else contextlib.nullcontext():
         for _ in range(2):  # once to have workspace in the pool
             with gate:
-                spin(cupy, 0.1)
+                spin(cupy, 0.3)
             start.record(gate)
             for out in outs:
                 if threads:

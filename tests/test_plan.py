@@ -8,12 +8,16 @@ import dataclasses
 import functools
 import gc
 import itertools
+import os
 import struct
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -376,6 +380,29 @@ def test_what_a_thread_kept_goes_with_it(device: FakeDevice, busy: bool) -> None
         assert (stream() is not None) == busy
     finally:
         gc.enable()
+
+
+AT_THE_END = """
+import pytest
+from fake_device import FakeDevice
+from test_plan import backward, call_of
+patch = pytest.MonkeyPatch()
+device = FakeDevice(patch)
+backward("rmsnorm", call_of(device, "rmsnorm"))
+"""
+
+
+def test_what_is_kept_when_the_interpreter_ends() -> None:
+    pytest.importorskip("cupy")
+    paths = os.pathsep.join(map(str, (Path(__file__).parent, Path(cupynorm.__file__).parent.parent)))
+    done = subprocess.run(
+        [sys.executable, "-c", AT_THE_END],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        timeout=300,
+        check=True,
+    )
+    assert done.stderr == b""
 
 
 def test_a_stream_whose_workspace_is_not_kept_stays_while_it_has_work(monkeypatch: Any, device: FakeDevice) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import operator
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -346,8 +346,8 @@ class _Kept(dict[int, tuple[Any, int, Any]]):
             keep_until_done(stream)
             del memory, stream  # in this order: memory may be given back in order of the stream
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # where the interpreter ends
+    def __del__(self, interpreter_ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not interpreter_ends():
             for stream, _, _ in self.values():
                 keep_until_done(stream)
 
