@@ -214,16 +214,25 @@ class Device:
         else:
             held.put((self.cupy.cuda.runtime.setDevice, self.current_device(), done, things))
 
-    def temporaries(self) -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def temporaries(self) -> Iterator[None]:
         """For what lives no longer than the call.
 
         While the stream is captured into a graph, such memory must belong to the graph: CuPy's pool would hand it to
-        others before the graph runs.
+        others before the graph runs. Else the stream lives until its work is done: once it is gone, the pool would give
+        what that work uses to a stream that is made in its place.
         """
+        from .cuda.streams import keep_until_done
+
         cuda = self.cupy.cuda
-        if is_capturing(cuda.get_current_stream()):
-            return cuda.using_allocator(cuda.malloc_async)  # type: ignore[no-any-return]
-        return contextlib.nullcontext()
+        stream = cuda.get_current_stream()
+        capturing = is_capturing(stream)
+        with cuda.using_allocator(cuda.malloc_async) if capturing else _NOTHING:
+            try:
+                yield
+            finally:
+                if not capturing:
+                    keep_until_done(stream)
 
 
 @functools.cache

@@ -200,8 +200,9 @@ class FakeDevice:
         return 0
 
     def cuStreamQuery(self, stream: Any) -> int:
+        assert self.capture_mode == 2, "it would end another thread's capture"
         self.asked.append(stream.value)
-        return 600 if stream.value in self.busy else 0
+        return 600 if stream.value in self.busy else self.status
 
     def cuOccupancyMaxActiveClusters(self, clusters: Any, function: Any, config: Any) -> int:
         clusters._obj.value = 30

@@ -389,6 +389,7 @@ from test_plan import backward, call_of
 patch = pytest.MonkeyPatch()
 device = FakeDevice(patch)
 backward("rmsnorm", call_of(device, "rmsnorm"))
+device.cuStreamQuery = lambda stream: 0
 """
 
 
@@ -432,6 +433,61 @@ def test_a_stream_that_is_captured_is_not_asked(device: FakeDevice) -> None:
     captured.capturing = False
     drop(device, 5)
     assert device.asked == [8, 9, 7, 10]
+
+
+def test_which_streams_are_asked(monkeypatch: Any, device: FakeDevice) -> None:
+    """Those that end with their objects: no default stream, none over a bare pointer, none whose capture has failed.
+    What has an error has no work any more."""
+    from cupynorm.cuda import streams
+
+    class External(FakeStream):
+        pass
+
+    class Failed(FakeStream):
+        def is_capturing(self) -> bool:
+            raise RuntimeError("the stream was capturing, but an error has invalidated the capture sequence")
+
+    monkeypatch.setattr(device.cupy.cuda, "ExternalStream", External)
+    bare = FakeStream(20)
+    bare._foreign_stream_ref = arrays.CudaStream(20)  # type: ignore[attr-defined]
+    for stream in (*map(FakeStream, range(3)), External(21), Failed(22), bare):
+        streams.keep_until_done(stream)
+    assert (list(streams._kept), device.asked) == ([22], [])
+    device.status = 700
+    streams.keep_until_done(FakeStream(23))
+    assert (list(streams._kept), device.asked) == ([22], [23])
+
+
+def test_how_often_streams_are_looked_at(monkeypatch: Any, device: FakeDevice) -> None:
+    """When there are sixteen, and then when there are twice as many as were at work."""
+    from cupynorm.cuda import streams
+
+    monkeypatch.setattr(streams, "_LOOKED_AT", 16)
+    monkeypatch.setattr(streams, "_look_at", 16)
+    device.busy = set(range(100, 140))
+    looks = []
+    for pointer in range(100, 140):
+        streams.keep_until_done(FakeStream(pointer))
+        if len(device.asked) > sum(looks):
+            looks.append(len(device.asked) - sum(looks))
+    assert looks == [16, 32]
+    device.busy = {110}
+    for pointer in range(140, 164):
+        streams.keep_until_done(FakeStream(pointer))
+    assert list(streams._kept) == [110]
+
+
+def test_a_stream_lives_as_long_as_copies_are_read(monkeypatch: Any, device: FakeDevice) -> None:
+    """Of a call, too, that needs no workspace."""
+    monkeypatch.setattr(arrays.device_home(), "contiguous", lambda array: device.array(array.shape, array.dtype))
+    call = call_of(device, "rmsnorm", rows=64)
+    call["x"] = device.array((COLUMNS, 64), "float16").T
+    device.busy, device.stream = {7}, FakeStream(7)
+    stream = weakref.ref(device.stream)
+    backward("rmsnorm", call | {"out": results_of(device, 64)})
+    device.stream = FakeStream()
+    assert stream() is not None
+    assert not launch_kept()
 
 
 @pytest.mark.parametrize("foreign", [False, True])
