@@ -473,9 +473,8 @@ def calls_on_streams_that_are_dropped(
 
     tensors = make_tensors(cupy, "rmsnorm", (7000, 1024), "bfloat16")
     expected = backward("rmsnorm", tensors, has_bias=True)
-    outs = [
-        empty_results(cupy, tensors) for _ in range(12)
-    ]  # of more streams at a time, some 32, CUDA waits to make one
+    # Of twelve: where some 32 streams live, CUDA waits until the device is idle to make one more.
+    outs = [empty_results(cupy, tensors) for _ in range(12)]
     gate, start = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event()
     if not kept:
         monkeypatch.setattr(config, "KEPT_BYTES", 0)
