@@ -28,7 +28,7 @@ from .problem import FLOAT_NAMES, START_BYTES
 # Their arrays never change once made, whatever the DLPack flags say (JAX 0.10 sets none).
 _JAX, _TORCH = "jax", "torch"
 IMMUTABLE_FRAMEWORKS = (_JAX, "tensorflow")
-_DEFAULT_STREAMS = (0, 1)  # the legacy default stream cannot be captured
+LEGACY_STREAMS = (0, 1)  # as CuPy holds the legacy default stream, and as it is to others; it cannot be captured
 _STATISTICS = ("mean", "rstd")  # of a single row; NumPy makes a scalar of an array's only element
 _NOTHING = contextlib.nullcontext()
 
@@ -183,7 +183,7 @@ class Device:
     def stream_at(self, pointer: int) -> Any:
         """CuPy's object for another library's stream."""
         kind = self.cupy.cuda.Stream
-        return kind.null if pointer in _DEFAULT_STREAMS else kind.from_external(CudaStream(pointer))
+        return kind.null if pointer in LEGACY_STREAMS else kind.from_external(CudaStream(pointer))
 
     @contextlib.contextmanager
     def _on_stream(self, stream: Any, there: AbstractContextManager[Any] = _NOTHING) -> Iterator[None]:
@@ -282,7 +282,7 @@ def home_of(device: int | None) -> Host | Device:
 
 def is_capturing(stream: Any) -> bool:
     """Whether the stream (CuPy's) is being captured into a graph."""
-    return stream.ptr not in _DEFAULT_STREAMS and stream.is_capturing()
+    return stream.ptr not in LEGACY_STREAMS and stream.is_capturing()
 
 
 class Handed:

@@ -320,7 +320,7 @@ def launch_kept() -> Any:
 
 def kept_owners() -> dict[int, Any]:
     """Of that memory, by the streams' pointers, objects that live as long."""
-    return {pointer: memory.mem._owner for pointer, (_, _, memory) in launch_kept().items()}
+    return {pointer: memory.mem._owner for pointer, (_, _, memory, _) in launch_kept().items()}
 
 
 def drop(device: FakeDevice, pointer: int, rows: int = ROWS) -> weakref.ref[Any]:
@@ -332,8 +332,8 @@ def drop(device: FakeDevice, pointer: int, rows: int = ROWS) -> weakref.ref[Any]
 
 
 def test_workspace_is_kept_for_some_streams(device: FakeDevice) -> None:
-    """For each by its pointer, whichever object has it. Then the first goes, of which memory goes before the stream
-    does, in whose order it may be given back; and the stream stays while it has work to do."""
+    """For each by its pointer, whichever object has it. Then the first goes, of which memory goes before the object
+    does under which it was allocated, in whose order it may be given back; a stream stays while it has work to do."""
     pointers = range(7, 7 + config.KEPT_STREAMS)
     streams = [drop(device, pointer) for pointer in pointers]
     again = drop(device, 9)
@@ -343,16 +343,16 @@ def test_workspace_is_kept_for_some_streams(device: FakeDevice) -> None:
     for pointer, owner in kept_owners().items():
         weakref.finalize(owner, gone.append, ("memory", pointer))
     del owner
-    assert streams[2]() is None
-    for stream in (*streams[:2], again, *streams[3:]):
+    for stream, kind in (*((stream, "stream") for stream in streams), (again, "again")):
         held = stream()
-        weakref.finalize(held, gone.append, ("stream", held.ptr))
+        weakref.finalize(held, gone.append, (kind, held.ptr))
         del held
     assert not gone
     device.busy = {8}
     for pointer in (4, 5, 6):
         drop(device, pointer)
-    assert gone == [("memory", 7), ("stream", 7), ("memory", 8), ("memory", 9), ("stream", 9)]
+    assert gone[:4] == [("memory", 7), ("stream", 7), ("memory", 8), ("memory", 9)]
+    assert sorted(gone[4:]) == [("again", 9), ("stream", 9)]
     assert device.capture_mode == 0
     device.busy = set()
     drop(device, 3)
@@ -382,6 +382,18 @@ def test_what_a_thread_kept_goes_with_it(device: FakeDevice, busy: bool) -> None
         gc.enable()
 
 
+def run_apart(source: str) -> subprocess.CompletedProcess[bytes]:
+    """In an interpreter of its own, which can import what tests can."""
+    paths = os.pathsep.join(map(str, (Path(__file__).parent, Path(cupynorm.__file__).parent.parent)))
+    return subprocess.run(
+        [sys.executable, "-c", source],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        timeout=300,
+        check=True,
+    )
+
+
 AT_THE_END = """
 import pytest
 from fake_device import FakeDevice
@@ -395,15 +407,7 @@ device.cuStreamQuery = lambda stream: 0
 
 def test_what_is_kept_when_the_interpreter_ends() -> None:
     pytest.importorskip("cupy")
-    paths = os.pathsep.join(map(str, (Path(__file__).parent, Path(cupynorm.__file__).parent.parent)))
-    done = subprocess.run(
-        [sys.executable, "-c", AT_THE_END],
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        timeout=300,
-        check=True,
-    )
-    assert done.stderr == b""
+    assert run_apart(AT_THE_END).stderr == b""
 
 
 def test_a_stream_whose_workspace_is_not_kept_stays_while_it_has_work(monkeypatch: Any, device: FakeDevice) -> None:
@@ -452,10 +456,99 @@ def test_which_streams_are_asked(monkeypatch: Any, device: FakeDevice) -> None:
     bare._foreign_stream_ref = arrays.CudaStream(20)  # type: ignore[attr-defined]
     for stream in (*map(FakeStream, range(3)), External(21), Failed(22), bare):
         streams.keep_until_done(stream)
-    assert (list(streams._kept), device.asked) == ([22], [])
+    assert (pointers_of(streams._kept), device.asked) == ([22], [])
     device.status = 700
     streams.keep_until_done(FakeStream(23))
-    assert (list(streams._kept), device.asked) == ([22], [23])
+    assert (pointers_of(streams._kept), device.asked) == ([22], [23])
+
+
+def pointers_of(kept: dict[int, Any]) -> list[int]:
+    return [stream.ptr for stream in kept.values()]
+
+
+class Anothers:
+    """Another library's stream, which can be closed, as cuda.core's."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer: int | None = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        if self.pointer is None:
+            raise RuntimeError("Stream has been closed")
+        return 0, self.pointer
+
+
+@pytest.mark.parametrize("pointer", [None, 8])
+def test_a_closed_stream_is_not_asked(device: FakeDevice, pointer: int | None) -> None:
+    """Another library's: its pointer means nothing any more, or another stream. Until then it is held."""
+    from cupynorm.cuda import streams
+
+    stream = FakeStream(7)
+    stream._foreign_stream_ref = owner = Anothers(7)  # type: ignore[attr-defined]
+    device.busy = {7}
+    streams.keep_until_done(stream)
+    assert (pointers_of(streams._kept), device.asked) == ([7], [7])
+    owner.pointer = pointer
+    streams.keep_until_done(FakeStream(0))
+    streams.keep_until_done(FakeStream(9))
+    assert (pointers_of(streams._kept), device.asked) == ([], [7, 9])
+
+
+def test_several_objects_of_one_stream_are_held(device: FakeDevice) -> None:
+    """One of them is the one with which the stream ends, and it may not be the last."""
+    from cupynorm.cuda import streams
+
+    device.busy = {7}
+    both = [FakeStream(7), FakeStream(7)]
+    for stream in (*both, both[0]):
+        streams.keep_until_done(stream)
+    assert list(streams._kept.values()) == both
+
+
+AROUND_A_FORK = """
+import os, signal, threading, time
+import pytest
+from fake_device import FakeDevice, FakeStream
+device = FakeDevice(pytest.MonkeyPatch())
+from cupynorm.cuda import streams
+is_asked = threading.Event()
+def ask(stream):
+    is_asked.set()
+    time.sleep(0.2)
+    return 600
+device.cuStreamQuery = ask
+thread = threading.Thread(target=streams.keep_until_done, args=(FakeStream(7),))
+thread.start()
+is_asked.wait()
+child = os.fork()
+if not child:
+    signal.alarm(20)  # which ends it
+    streams.keep_until_done(FakeStream(8))
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_while_streams_are_looked_at() -> None:
+    """The child, which has no thread that looks at them, waits for none."""
+    pytest.importorskip("cupy")
+    assert run_apart(AROUND_A_FORK).stdout == b"0\n"
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_memory_goes_back_in_order_of_where_it_came_from(device: FakeDevice, grows: bool) -> None:
+    """Of a stream-ordered allocator it does so under the object that was current then: that lives as long."""
+    from cupynorm.cuda import launch
+
+    first = drop(device, 7)
+    drop(device, 7)
+    assert first() is not None
+    if grows:
+        launch._Workspace(64, 2 * launch_kept()[7][1]).take(FakeStream(7), launch_kept())
+    drop(device, 9)
+    drop(device, 10)
+    assert (first() is None) == grows
 
 
 def test_how_often_streams_are_looked_at(monkeypatch: Any, device: FakeDevice) -> None:
@@ -474,7 +567,7 @@ def test_how_often_streams_are_looked_at(monkeypatch: Any, device: FakeDevice) -
     device.busy = {110}
     for pointer in range(140, 164):
         streams.keep_until_done(FakeStream(pointer))
-    assert list(streams._kept) == [110]
+    assert pointers_of(streams._kept) == [110]
 
 
 def test_a_stream_lives_as_long_as_copies_are_read(monkeypatch: Any, device: FakeDevice) -> None:
@@ -492,18 +585,17 @@ def test_a_stream_lives_as_long_as_copies_are_read(monkeypatch: Any, device: Fak
 
 @pytest.mark.parametrize("foreign", [False, True])
 def test_another_object_of_a_stream_takes_over(device: FakeDevice, foreign: bool) -> None:
-    """It may be the one with which the stream ends; with one over a bare pointer no stream does."""
+    """It may be the one with which the stream ends, as may the first, unless that is over a bare pointer."""
+    from cupynorm.cuda import streams
+
     first = FakeStream(7)
     if foreign:
         first._foreign_stream_ref = arrays.CudaStream(7)  # type: ignore[attr-defined]
     device.stream, device.busy = first, {7}
     backward("rmsnorm", call_of(device, "rmsnorm"))
-    gone = weakref.ref(first)
-    device.stream = FakeStream()
-    del first
     second = drop(device, 7)
     assert meeting_of(device.launched[0]) == meeting_of(device.launched[1])
-    assert (gone() is None) == foreign
+    assert list(streams._kept.values()) == ([] if foreign else [first])
     assert second() is not None
 
 
@@ -622,7 +714,7 @@ def test_a_large_workspace_is_not_kept(device: FakeDevice) -> None:
         arguments = driver.Arguments("3P", 1)
         memory = workspace.take(device.stream, kept)
         workspace.fill_in(arguments, memory.ptr)
-        assert [entry[1:] for entry in kept.values()] == [(0, None)]
+        assert [entry[1:3] for entry in kept.values()] == [(0, None)]
         assert device.zeroed == ([(memory.ptr, counter_bytes)] if counter_bytes else [])
         assert arguments.workspace == memory.ptr
         _, part, counters = struct.unpack("3P", arguments_of(arguments, 24))

@@ -333,8 +333,13 @@ def _halves(problem: NormProblem) -> list[tuple[NormProblem, int]]:
     ]
 
 
-class _Kept(dict[int, tuple[Any, int, Any]]):
-    """What is kept for each stream, by its pointer: CuPy's object of the stream, bytes, memory.
+# For a stream: CuPy's object of it, bytes, memory of so many, and the object under which that was allocated, in whose
+# order it may be given back.
+_Entry = tuple[Any, int, Any, Any]
+
+
+class _Kept(dict[int, _Entry]):
+    """What is kept for each stream, by its pointer.
 
     When that is let go, or the thread ends, the stream lives on until its work is done (streams.py).
     """
@@ -342,14 +347,14 @@ class _Kept(dict[int, tuple[Any, int, Any]]):
     def make_room(self) -> None:
         """For one more stream."""
         while len(self) >= choose.KEPT_STREAMS:
-            stream, _, memory = self.pop(next(iter(self)))
-            keep_until_done(stream)
-            del memory, stream  # in this order: memory may be given back in order of the stream
+            stream, _, memory, allocated_under = self.pop(next(iter(self)))
+            keep_until_done(stream, allocated_under)
+            del memory, stream, allocated_under  # in this order
 
     def __del__(self, interpreter_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if not interpreter_ends():
-            for stream, _, _ in self.values():
-                keep_until_done(stream)
+            for stream, _, _, allocated_under in self.values():
+                keep_until_done(stream, allocated_under)
 
 
 class _KeptMemory(threading.local):
@@ -414,16 +419,18 @@ class _Workspace:
             return entry[2]
         return self._take_anew(stream, kept, entry)
 
-    def _take_anew(self, stream: Any, kept: _Kept, entry: tuple[Any, int, Any] | None) -> Any:
+    def _take_anew(self, stream: Any, kept: _Kept, entry: _Entry | None) -> Any:
         """Where the stream has no memory of this size yet, or another object, or such memory is not kept."""
         if entry is None:
             kept.make_room()
-        elif entry[0] is not stream:
-            keep_until_done(entry[0])
-        _, size, memory = entry or (None, 0, None)
+            entry = stream, 0, None, stream
+        before, size, memory, allocated_under = entry
+        keep_until_done(*(one for one in (before, allocated_under) if one is not stream))
         if self._keeps and size < self._bytes:
             size, memory = self._bytes, self._new(_alloc, self._bytes, _KEPT_ZEROS, stream)
-        kept[stream.ptr] = stream, size, memory  # also without memory: the stream lives until its work is done
+            allocated_under = stream
+        # Also without memory: the stream lives until its work is done.
+        kept[stream.ptr] = stream, size, memory, allocated_under
         return memory if self._keeps else self._new(_alloc, self._bytes, self._zeros, stream)
 
     def fill_in(self, arguments: Arguments, base: int) -> None:
