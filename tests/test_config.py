@@ -1622,6 +1622,32 @@ def test_few_rows_on_an_h200(norm, rows, columns, x, expected):
         assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("norm", "rows", "columns", "x", "threads"),
+    [
+        ("rmsnorm", 4488, 4096, "bfloat16", 128),  # 36.8 MB of x
+        ("layernorm", 17000, 1024, "float16", 32),
+        ("layernorm", 2553, 7168, "bfloat16", 256),
+        ("rmsnorm", 4489, 4096, "bfloat16", None),
+        ("rmsnorm", 343, 5120, "bfloat16", 128),  # 40 columns a thread
+        ("rmsnorm", 344, 5120, "bfloat16", None),
+        ("rmsnorm", 4488, 4096, "float32", None),
+        ("rmsnorm", 20000, 256, "bfloat16", None),  # a row takes a part of a warp
+    ],
+)
+def test_dx_alone_of_more_rows_on_an_h200(norm, rows, columns, x, threads):
+    """Each block has one row, and ends; not where memory is slow, and not beside dw or db."""
+    both = backward(columns, x, x, rows=rows, norm=norm)
+    alone = replace(both, want_dw=False, want_db=False)
+    for name, problem in (("sm_90", alone), ("sm_90_slow", alone), ("sm_90", both)):
+        few = config.few_rows_blocks(config.backward_config(problem, 16, DEVICES[name]), problem, True, DEVICES[name])
+        if threads is None or problem is both or name != "sm_90":
+            assert few is None
+            continue
+        assert (few.threads, few.block_rows, few.row_blocks) == (threads, 1, rows)
+        assert (few.column_blocks, few.shared_bytes, few.whole_threads) == (0, 0, True)
+
+
 def test_few_rows_need_dx_and_vectors(device):
     for columns, change in product((128, 1024), ({"want_dx": False}, {"want_dw": False, "want_db": False}, {})):
         problem = replace(backward(columns, "float16", "float16", rows=9), **change)

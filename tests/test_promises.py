@@ -157,11 +157,16 @@ def test_blocks_of_as_many_rows_as_there_may_be(xp: Any, norm: str, dy: str) -> 
 
 
 def dx_alone_cases(backend: str) -> list[Case]:
-    """On the GPU, so many rows that a call keeps pace, where its kernel is compiled to."""
+    """On the GPU, so many rows that a call keeps pace, where its kernel is compiled to; and some 8 million elements."""
     columns = (128, 300, 384, 1001, 1004, 1024, 4096, 4098, 7168, 20004, 32768, 131072, 262144)
-    return [
+    cases = [
         Case(norm, max(1, min(24 << 20, CAPS[backend]) // n), n, x, "float32", x, seed=n)
         for n, norm, x in itertools.product(columns, NORMS, ("bfloat16", "float32"))
+    ]
+    types = [("bfloat16", "float32", "bfloat16"), ("float16", "float16", "bfloat16"), ("float32", "float32", "float32")]
+    return cases + [
+        Case(norm, min(8 << 20, CAPS[backend] // 2) // n, n, x, w, dy, seed=n)
+        for n, norm, (x, w, dy) in itertools.product((520, 1024, 1536, 4000, 5120, 7168, 8192), NORMS, types)
     ]
 
 

@@ -45,6 +45,12 @@ FEW_ROWS_SHORT_THREADS = (128, 256)
 FEW_ROWS_SUMMED = 8
 FEW_ROWS_SUM_VECTORS = 128  # kSumVectors
 
+# dx alone, of 16-bit types in whole warps, on compute capability 9.0 where memory is fast: also more rows than run at
+# once, up to so many bytes of x for each multiprocessor, by whether a thread of backward_staged.cu has over
+# FEW_ROWS_MANY_COLUMNS (50 MB, 2048: 18.1 → 17.0 us, LayerNorm 18.2 → 17.1; but 300 MB 76.7 → 78.0, and 5120, which
+# gains at 10 MB, 25 MB 11.2 → 12.2).
+FEW_ROWS_ALONE_BYTES = {False: 272 << 10, True: 26 << 10}
+
 # Forward, threads on a multiprocessor that leave each the registers that it needs, by bytes of w, b and x of a thread:
 # kThreadsAtOnce of forward_few_rows.cu.
 FORWARD_FEW_ROWS_THREADS = {240: 512, 320: 384}
@@ -112,16 +118,24 @@ def few_rows_blocks(config: BackwardConfig, problem: NormProblem, aligned_sums: 
     It pays where all of its blocks run at the same time (an H100, 64x4096 6.7 → 6.2 us, 192x2048 6.8 → 6.5, but
     264x2048 7.2 → 8.9). Blocks of which a thread has two or four vectors count as often. Of more rows, of 16-bit types
     in whole warps, a thread has all vectors of one of backward_staged.cu (LayerNorm, 69x4096 6.9 → 6.4, 126x4096 7.6 →
-    7.3; dx alone, 200x4096 7.9 → 7.3). Rows of a warp or less: of a column block's thread at most FEW_ROWS_SUMMED.
+    7.3; dx alone, 200x4096 7.9 → 7.3); dx alone has it for more rows still: FEW_ROWS_ALONE_BYTES. Rows of a warp or
+    less: of a column block's thread at most FEW_ROWS_SUMMED.
     """
     split = _split(config)
-    if split is None or not problem.want_dx or problem.rows > _most_threads(config.per_thread) * device.multiprocessors:
+    if split is None or not problem.want_dx:
         return None
-    found = _fitting(split, config, problem, aligned_sums, device)
-    if found or split.whole or not _has_both(config):
-        return found
-    whole = _Split(split.vector, config.per_thread // split.vector, config.group_threads, whole=True)
-    return _fitting(whole, config, problem, aligned_sums, device)
+    whole = split
+    if not split.whole and _has_both(config):
+        whole = _Split(split.vector, config.per_thread // split.vector, config.group_threads, whole=True)
+    if problem.rows <= _most_threads(config.per_thread) * device.multiprocessors:
+        for each in dict.fromkeys((split, whole)):
+            if found := _fitting(each, config, problem, aligned_sums, device):
+                return found
+    if not (problem.want_dw or problem.want_db) and _has_both(config) and device.is_fast_9_0:
+        most = FEW_ROWS_ALONE_BYTES[config.per_thread > FEW_ROWS_MANY_COLUMNS] * device.multiprocessors
+        if problem.rows * problem.columns * ITEMSIZE[problem.x_dtype.name] <= most:
+            return _blocks(whole, config, problem, aligned_sums, whole.threads)
+    return None
 
 
 def _fitting(
@@ -210,7 +224,7 @@ def _has_whole_warps(config: BackwardConfig) -> bool:
 
 
 def _has_both(config: BackwardConfig) -> bool:
-    """kHasBoth of backward_few_rows.cu, where vectors have sums of their own."""
+    """16-bit types in whole warps: kHasBoth of backward_few_rows.cu, where vectors have sums of their own."""
     return _has_whole_warps(config) and all(ITEMSIZE[name] == 2 for name in _types(config.definitions))
 
 
