@@ -479,6 +479,8 @@ def run(options: argparse.Namespace) -> int:
                 picture = options.plot.with_name(f"{options.plot.stem}{ending}")
                 pictures[norm] = cli.writable(files, "--plot", picture)
         table = cli.writable(files, "--csv", options.csv)
+        if options.field and options.device is None:
+            cli.needed_cupy()  # its cases are a GPU's: on a CPU they take hours
         xp, _ = cli.pick_device(options.device)
         absent = absences(options.peers, xp is not np)
         present = [name for name in options.peers if name not in absent]

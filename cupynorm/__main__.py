@@ -26,7 +26,10 @@ QUICK_SIZES = ((128, 256), (33, 1000))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.quick and options.command is not run:
+        parser.error("argument --quick: belongs to the command without a name")
     return cli.guarded(options.program, lambda: options.command(options))
 
 
@@ -107,7 +110,7 @@ def bench_command(options: argparse.Namespace) -> int:
         for shape in options.shape
     ]
     file_format = cli.plot_format(options.plot) if options.plot else ""
-    if options.csv and options.plot and options.csv.resolve() == options.plot.resolve():
+    if options.csv and options.plot and report.real_path(options.csv) == report.real_path(options.plot):
         raise cli.UsageError(f"--csv and --plot both name {options.csv}")
     with ExitStack() as files:
         csv_part = cli.writable(files, "--csv", options.csv)
@@ -156,7 +159,8 @@ def _print_method(cuda: bool, measurements: Sequence[bench.Measurement]) -> None
 
 def _threads_line() -> str:
     try:
-        return f"{cli.host_threads()} threads for this process"
+        threads = cli.host_threads()
+        return f"{threads} {'thread' if threads == 1 else 'threads'} for this process"
     except cli.UsageError as error:
         return str(error)
 

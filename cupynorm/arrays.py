@@ -76,14 +76,16 @@ class Host:
             if array is None:
                 layouts.append(None)
             elif isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
-                layouts.append((array.shape, array.strides, array.dtype, None, 0, not array.flags.writeable))
+                # NumPy warns who asks this of what broadcast_arrays() returned, which inputs may be.
+                read_only = len(layouts) >= written and not array.flags.writeable
+                layouts.append((array.shape, array.strides, array.dtype, None, 0, read_only))
             elif isinstance(array, np.generic) and labels[len(layouts)] in _STATISTICS:
                 layouts.append(((), (), array.dtype, None, 0, False))
             else:
                 raise _stranger(labels[len(layouts)], type(array), "numpy.ndarray")
-        # A subclass may have a way of its own to index and reshape, as numpy.matrix has.
+        # A subclass may have a way of its own to index, reshape and assign, as numpy.matrix has.
         plain = [None if array is None else np.asarray(array) for array in arrays]
-        return tuple(layouts), plain, arrays, None
+        return tuple(layouts), plain, plain.copy(), None
 
     def empty_pair(self, shape: tuple[int, ...], dtype: np.dtype[Any], apart: int) -> tuple[Array, Array]:
         return np.empty(shape, dtype), np.empty(shape, dtype)
@@ -537,11 +539,9 @@ def _way_to_tell(kind: type) -> Callable[[Any], None] | None:
 
 def _framework(kind: type) -> str:
     """The package that an array's class comes from; for a class derived from a framework's own, that framework."""
-    for base in kind.__mro__:
-        if "__dlpack__" in vars(base):
-            root = base.__module__.partition(".")[0]
-            return {"jaxlib": "jax"}.get(root, root)
-    return kind.__module__.partition(".")[0]
+    exporter = next((base for base in reversed(kind.__mro__) if "__dlpack__" in vars(base)), kind)
+    root = exporter.__module__.partition(".")[0]
+    return {"jaxlib": "jax"}.get(root, root)
 
 
 def _importer(x: Any, framework: str) -> Callable[[Any], Any]:
@@ -558,8 +558,10 @@ def _importer(x: Any, framework: str) -> Callable[[Any], Any]:
 def _device(value: Any, label: str) -> int | None:
     try:
         kind, ordinal = value.__dlpack_device__()
-    except AttributeError as error:  # JAX's tracers
-        raise TypeError(
+    except AttributeError as error:
+        if _framework(type(value)) != _JAX:
+            raise _no_export(value, label, error) from error
+        raise TypeError(  # its tracers
             f"{label}: {_type_name(type(value))} lies nowhere in memory; an array that does is needed: "
             "cupynorm is to be called outside of what jax.jit, jax.grad or jax.vmap trace"
         ) from error

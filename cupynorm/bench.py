@@ -30,6 +30,8 @@ from __future__ import annotations
 
 import collections
 import math
+import operator
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -43,7 +45,7 @@ import numpy as np
 import cupynorm
 
 from . import numpy_backend
-from .problem import Norm
+from .problem import MOST_COLUMNS, Norm
 
 OPS = ("rmsnorm_backward", "layernorm_backward", "rmsnorm_forward", "layernorm_forward")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -122,12 +124,16 @@ def case(
 ) -> Case:
     """A validated `Case`. w is float32 (float64 for float64) unless said; LayerNorm has a bias unless said.
 
-    Raises ValueError for an unknown op or dtype and for a size below 1.
+    Raises ValueError for an unknown op or dtype, for a size below 1 and for too many columns, TypeError for a size that
+    is no integer.
     """
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}; one of {', '.join(OPS)} is needed")
+    rows, columns = operator.index(rows), operator.index(columns)
     if rows < 1 or columns < 1:
         raise ValueError(f"shape {rows}x{columns} is empty; at least 1x1 is needed")
+    if columns > MOST_COLUMNS:
+        raise ValueError(f"shape {rows}x{columns}: N of at most {MOST_COLUMNS} is needed")
     x_dtype = dtype_of(dtype)
     if w_dtype is None:
         w_dtype = "float64" if x_dtype == np.float64 else "float32"
@@ -324,7 +330,7 @@ def _measure_triad(elements: int, dtype: np.dtype[Any], xp: Any, device: int | N
     x, dy = (_normal((elements,), dtype, 0.0, seed, xp) for seed in range(2))
     z = xp.empty_like(x)
     if xp is np:
-        with ThreadPoolExecutor(numpy_backend.threads()) as pool:
+        with ThreadPoolExecutor(_triad_threads()) as pool:
             seconds = min(time_call(add, np, repeats) for add in _host_triads(pool, x, dy, z))
     else:
         seconds = time_call(cuda_triad(xp, x, dy, z), xp, repeats)
@@ -335,8 +341,13 @@ def _host_triads(pool: ThreadPoolExecutor, x: Any, dy: Any, z: Any) -> Iterator[
     """On one thread and, where waking others may pay, on all."""
     yield lambda: np.add(x, dy, out=z)
     if x.nbytes >= 1 << 20:
-        parts = [np.array_split(array, numpy_backend.threads()) for array in (x, dy, z)]
+        parts = [np.array_split(array, _triad_threads()) for array in (x, dy, z)]
         yield lambda: collections.deque(pool.map(np.add, *parts), maxlen=0)
+
+
+def _triad_threads() -> int:
+    """As many as a call gets, but no more than there are cores."""
+    return min(numpy_backend.threads(), os.cpu_count() or 1)
 
 
 def cuda_triad(cupy: Any, x: Any, dy: Any, z: Any) -> Callable[[], None]:

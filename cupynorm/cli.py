@@ -49,6 +49,10 @@ def guarded(program: str, command: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # a full disk, perhaps that on which stdout lies
+        _say(f"{program}: {error}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         _say(f"{program}: interrupted")
         return 130

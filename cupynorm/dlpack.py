@@ -8,6 +8,7 @@ holds the capsule keeps the memory alive, and its destructor gives the memory ba
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import struct
@@ -52,7 +53,8 @@ def _dtype_of(code: int, bits: int, lanes: int) -> np.dtype[Any]:
     if lanes == 1 and code == _BFLOAT and bits == 16:
         return bfloat16()
     if lanes == 1 and code in _CODES and bits >= 8:
-        return np.dtype(f"{_CODES[code]}{bits // 8}")
+        with contextlib.suppress(TypeError):  # NumPy has no such type: complex numbers of 32 bits, say
+            return np.dtype(f"{_CODES[code]}{bits // 8}")
     name = f" ({_OTHERS[code]})" if code in _OTHERS else ""
     raise UnsupportedType(
         f"has DLPack type code {code}{name} with {bits} bits and {lanes} lanes; "

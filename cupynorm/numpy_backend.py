@@ -302,7 +302,7 @@ def threads() -> int:
     setting = os.environ.get("CUPYNORM_NUM_THREADS", "")
     if setting:
         if not setting.isdecimal() or len(setting) > 9 or int(setting) < 1:
-            got = setting if len(setting) < 40 else f"{setting[:40]}…"
+            got = setting if len(setting) < 40 else f"{setting[:40]}..."
             raise ValueError(f"CUPYNORM_NUM_THREADS: got {got!r}; a whole number from 1 to 999999999 is needed")
         return int(setting)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -349,7 +349,7 @@ def _in_parallel(work: Callable[[Iterator[int]], None], tiling: _Tiling, rooms: 
     try:
         for _ in range(others):
             try:
-                _pool(others).submit(helpers.help)
+                _pool(threads() - 1).submit(helpers.help)  # one pool, whatever a call takes of it
             except RuntimeError:  # no more threads can be started, or the interpreter is ending: those there are do it
                 break
         run()

@@ -430,7 +430,7 @@ def _output_mask(mask: Sequence[bool] | None, has_bias: bool) -> tuple[bool, boo
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{name}: got {type(value).__name__}; a number is needed")
+        raise TypeError(f"{name}: got {type(value).__name__}; a real number of Python or NumPy is needed")
     try:
         return float(value)
     except OverflowError as error:

@@ -45,12 +45,21 @@ def progress(items: Sequence[Any], describe: Any, stream: TextIO | None = None) 
             left = (time.monotonic() - start) / done * (len(items) - done) if done else 0
             note = f", {math.ceil(left)} s left" if done else ""
             text = f"[{bar}] {done + 1}/{len(items)} {describe(item)}{note}"
-            stream.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
+            stream.write(f"\r\x1b[K{text[: _terminal_columns(stream) - 1]}")
             stream.flush()
             yield item
     finally:
         stream.write("\r\x1b[K")
         stream.flush()
+
+
+def _terminal_columns(stream: TextIO) -> int:
+    """Of the terminal behind this stream, whatever stdout is."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):  # it has no file, say
+        columns = 0
+    return columns or shutil.get_terminal_size().columns
 
 
 def timing_head(device_is_cuda: bool) -> list[str]:
@@ -66,21 +75,28 @@ def gbps(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
+def real_path(path: Path) -> Path:
+    """Behind symbolic links; Path.resolve() has no name for those that go round in circles."""
+    return Path(os.path.realpath(path))
+
+
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A new file to write into, which takes the path's place once all went well and vanishes if not.
 
     Made at once, so that a path that cannot be written raises OSError before any work.
     """
-    path = path.resolve()
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is there and is not a regular file")
+    path = real_path(path)
     if path.exists() and not os.access(path, os.W_OK):
         raise OSError(f"{path} is write-protected")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.touch(exist_ok=False)
     try:
         yield part
+        if path.exists():
+            shutil.copymode(path, part)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

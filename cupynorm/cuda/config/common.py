@@ -563,7 +563,7 @@ def argument_bytes(layout: str) -> str:
 
 def name_of(dtype: np.dtype[Any] | None) -> str:
     assert dtype is not None
-    return dtype.name
+    return str(dtype.name)
 
 
 def divide_up(a: int, b: int) -> int:
