@@ -57,7 +57,7 @@ def _terminal_columns(stream: TextIO) -> int:
     """Of the terminal behind this stream, whatever stdout is."""
     try:
         columns = os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):  # it has no file, say
+    except (AttributeError, OSError, ValueError):  # it has no file, say
         columns = 0
     return columns or shutil.get_terminal_size().columns
 

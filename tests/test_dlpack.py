@@ -550,3 +550,42 @@ def test_numbers_in_place_of_arrays() -> None:
 def test_types_that_have_a_name(code: int, bits: int, name: str) -> None:
     with pytest.raises(dlpack.UnsupportedType, match=rf"type code {code} \({name}\) with {bits} bits"):
         dlpack._dtype_of(code, bits, 1)
+
+
+@pytest.mark.parametrize(("code", "bits"), [(5, 32), (2, 8)])
+def test_types_that_numpy_lacks(code: int, bits: int) -> None:
+    """Complex numbers of two halves, say."""
+    with pytest.raises(dlpack.UnsupportedType, match=rf"type code {code} with {bits} bits and 1 lanes; one of float16"):
+        dlpack._dtype_of(code, bits, 1)
+
+
+def test_complex_tensors_are_refused_by_their_type() -> None:
+    torch = pytest.importorskip("torch")
+    for dtype in (torch.complex32, torch.complex64):
+        with pytest.raises(ValueError, match=r"^x: .*float16, bfloat16, float32, float64 .*is needed"):
+            cupynorm.rmsnorm_forward(torch.zeros(4, 8, dtype=dtype))
+
+
+def test_tensors_that_export_themselves_are_pytorchs() -> None:
+    """A class derived from PyTorch's may say how, and be written beside plain ones."""
+    torch = pytest.importorskip("torch")
+
+    class Own(torch.Tensor):  # type: ignore[misc]
+        def __dlpack__(self, **options: Any) -> Any:
+            return super().__dlpack__(**options)
+
+    x, w = torch.randn(4, 8), torch.randn(8)
+    expected = cupynorm.rmsnorm_forward(x, w)
+    for given in ((x.as_subclass(Own), w), (x, w.as_subclass(Own))):
+        assert all(map(torch.equal, cupynorm.rmsnorm_forward(*given), expected))
+
+
+def test_half_of_the_protocol() -> None:
+    """Without a device, which is no sign of JAX's tracers."""
+
+    class Nowhere:
+        def __dlpack__(self, **options: Any) -> Any:
+            raise AssertionError
+
+    with pytest.raises(TypeError, match=r"^x: .*Nowhere cannot be exported through DLPack: .*__dlpack_device__"):
+        cupynorm.rmsnorm_forward(Nowhere())

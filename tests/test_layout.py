@@ -7,6 +7,7 @@ alone. Anything else is copied. Gaps are filled with NaN, so reading one shows a
 from __future__ import annotations
 
 import itertools
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -202,6 +203,31 @@ def test_a_row_by_its_index(xp: Any, norm: str) -> None:
     dx, *sums = backward(norm, replace(tensors, **{name: getattr(tensors, name)[2] for name in names}))
     of_one = backward(norm, replace(tensors, **{name: getattr(tensors, name)[2:3] for name in names}))
     assert_same_bits((dx[None], *sums), of_one)
+
+
+def test_what_broadcast_arrays_returned_is_read_without_a_warning() -> None:
+    """NumPy warns who asks whether it may be written."""
+    tensors = make_tensors(np, "layernorm", (5, 300), "float32")
+    row, _ = np.broadcast_arrays(tensors.dy[:1], tensors.x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = backward("layernorm", replace(tensors, dy=row))
+    assert_same_bits(got, backward("layernorm", replace(tensors, dy=row.copy())))
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_out_of_a_class_that_assigns_in_its_own_way(order: Any) -> None:
+    """As units' do, which want a unit."""
+
+    class OfUnits(np.ndarray[Any, Any]):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            raise TypeError("no unit")
+
+    tensors = make_tensors(np, "rmsnorm", (5, 300), "float32")
+    out = np.zeros((5, 300), np.float32, order).view(OfUnits)
+    dx, _ = backward("rmsnorm", tensors, out=(out, None))
+    assert dx is out
+    assert np.array_equal(np.asarray(out), backward("rmsnorm", tensors)[0])
 
 
 @pytest.mark.parametrize("shape", [(0, 7), (3, 0, 7), (0, 4096), (0, 65536)])

@@ -148,6 +148,20 @@ def test_bench_measures_every_combination(tmp_path: Path) -> None:
     assert done.stdout.count("rmsnorm_backward") == 4
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error", "words"),
+    [
+        ((2.5, 3), "float32", TypeError, "integer"),
+        ((2, 1 << 31), "float32", ValueError, "1073741824"),
+        ((2, 0), "float32", ValueError, "empty"),
+        ((2, 3), "float8", ValueError, "float8"),
+    ],
+)
+def test_cases_that_are_none(shape: tuple[int, int], dtype: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        bench.case("rmsnorm_forward", *shape, dtype)
+
+
 def test_bytes_that_the_work_needs() -> None:
     rows, columns = 32768, 4096
     x = rows * columns
@@ -165,6 +179,24 @@ def test_plot(tmp_path: Path) -> None:
     assert main_in_process(*ONE, "--shape", "8x100", "4x100", "--plot", str(target)) == 0
     assert target.read_bytes().startswith(b"\x89PNG")
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path: Path) -> None:
+    target = tmp_path / "figures.csv"
+    target.touch(mode=0o600)
+    assert main_in_process(*ONE, "--csv", str(target)) == 0
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert target.stat().st_size > 0
+
+
+def test_links_that_go_round_in_circles(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    one, other = tmp_path / "one.png", tmp_path / "other.png"
+    one.symlink_to(other)
+    other.symlink_to(one)
+    assert main_in_process(*ONE, "--csv", str(one), "--plot", str(other)) == 0
+    assert one.read_text(encoding="utf-8").startswith("op,rows,")
+    assert other.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -210,6 +242,12 @@ def test_a_number_of_threads_that_is_none(monkeypatch: pytest.MonkeyPatch, capsy
     assert_one_line_of_error(capsys, ["CUPYNORM_NUM_THREADS", "'many'"])
     assert main_in_process("info") == 0
     assert "CUPYNORM_NUM_THREADS: got 'many'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("others", [["info"], ONE])
+def test_quick_is_the_main_jobs(others: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_in_process("--quick", *others) == 2
+    assert_one_line_of_error(capsys, ["--quick"])
 
 
 def test_bench_needs_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,6 +341,32 @@ def test_progress_shows_how_far_it_is_and_vanishes() -> None:
     assert terminal.text.endswith("\r\x1b[K")
 
 
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no terminals here")
+def test_progress_fits_its_own_terminal() -> None:
+    """Whatever stdout is."""
+    import fcntl
+    import struct
+    import termios
+
+    reader, writer = os.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("4H", 24, 30, 0, 0))
+    with os.fdopen(reader, "rb", 0) as shown, os.fdopen(writer, "w") as terminal:
+        items = report.progress("ab", lambda item: "word " * 20, terminal)
+        next(items)
+        text = shown.read(1000).decode().rpartition("\x1b[K[")[2]
+    assert len(text) == 28
+
+
+@pytest.mark.parametrize("command", ["info", "--quick --device numpy"])
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no disk that is always full")
+def test_a_full_disk_is_one_line(command: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(cupynorm.__file__).parent.parent)}
+    line = f"{shlex.quote(sys.executable)} -m cupynorm {command} >/dev/full"
+    done = subprocess.run(["sh", "-c", line], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(r"python -m cupynorm.*: .*No space left on device\n", done.stderr)
+
+
 @pytest.mark.parametrize(
     ("command", "status"), [("info", 0), ("--quick --device numpy", 0), ("bench --op none --shape 1x1", 2)]
 )
@@ -330,6 +394,11 @@ def test_time_call_calls_as_often_as_asked() -> None:
     calls: list[int] = []
     assert bench.time_call(lambda: calls.append(1), np, repeats=7) > 0
     assert len(calls) == 8  # and one warm-up
+
+
+def test_triad_has_no_more_threads_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPYNORM_NUM_THREADS", "999999999")
+    assert bench.measure_triad(1 << 18, np.dtype(np.float32), np, repeats=1).seconds > 0
 
 
 @pytest.mark.gpu

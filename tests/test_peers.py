@@ -309,6 +309,14 @@ def test_bad_input_is_one_line_and_status_2(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_fields_cases_need_a_gpu_unless_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert exit_status(peers.main, ["--field"]) == 2
+    assert_one_line_of_error(capsys, ["a CUDA device and CuPy are needed"])
+
+
 @pytest.mark.parametrize("options", [[], ["--field"]])
 def test_peers_without_bfloat16(
     options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
