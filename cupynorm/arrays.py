@@ -28,6 +28,7 @@ from .problem import FLOAT_NAMES, START_BYTES
 # Their arrays never change once made, whatever the DLPack flags say (JAX 0.10 sets none).
 _JAX, _TORCH = "jax", "torch"
 IMMUTABLE_FRAMEWORKS = (_JAX, "tensorflow")
+_FRAMEWORKS = (_TORCH, _JAX, "jaxlib", "tensorflow")  # from whose arrays' classes others are derived
 LEGACY_STREAMS = (0, 1)  # as CuPy holds the legacy default stream, and as it is to others; it cannot be captured
 _STATISTICS = ("mean", "rstd")  # of a single row; NumPy makes a scalar of an array's only element
 _NOTHING = contextlib.nullcontext()
@@ -538,10 +539,11 @@ def _way_to_tell(kind: type) -> Callable[[Any], None] | None:
 
 
 def _framework(kind: type) -> str:
-    """The package that an array's class comes from; for a class derived from a framework's own, that framework."""
-    exporter = next((base for base in reversed(kind.__mro__) if "__dlpack__" in vars(base)), kind)
-    root = exporter.__module__.partition(".")[0]
-    return {"jaxlib": "jax"}.get(root, root)
+    """The package that an array's class comes from; for a class derived from a framework's own, that framework, though
+    the class may say itself how it is exported."""
+    roots = [base.__module__.partition(".")[0] for base in kind.__mro__ if "__dlpack__" in vars(base)]
+    root = next((root for root in roots if root in _FRAMEWORKS), (*roots, kind.__module__.partition(".")[0])[0])
+    return {"jaxlib": _JAX}.get(root, root)
 
 
 def _importer(x: Any, framework: str) -> Callable[[Any], Any]:

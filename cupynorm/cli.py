@@ -47,15 +47,29 @@ def guarded(program: str, command: Callable[[], int]) -> int:
         _say(f"{program}: out of memory: {error}")
         return 1
     except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_what_stdout_cannot_take()
         return 1
     except OSError as error:  # a full disk, perhaps that on which stdout lies
         _say(f"{program}: {error}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_what_stdout_cannot_take()
         return 1
     except KeyboardInterrupt:
         _say(f"{program}: interrupted")
         return 130
+
+
+def _drop_what_stdout_cannot_take() -> None:
+    """Else the interpreter, which flushes it in the end, would say so again."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, sys.stdout.fileno())
+        finally:
+            os.close(nowhere)
 
 
 def _say(line: str) -> None:

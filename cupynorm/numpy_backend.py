@@ -345,11 +345,12 @@ def _in_parallel(work: Callable[[Iterator[int]], None], tiling: _Tiling, rooms: 
                     np.setbufsize(buffer_size)
 
     others = tiling.workers(rooms) - 1
+    most_others = max(others, threads() - 1)  # one pool, whatever a call takes of it
     helpers = _Helpers(run)
     try:
         for _ in range(others):
             try:
-                _pool(threads() - 1).submit(helpers.help)  # one pool, whatever a call takes of it
+                _pool(most_others).submit(helpers.help)
             except RuntimeError:  # no more threads can be started, or the interpreter is ending: those there are do it
                 break
         run()

@@ -94,9 +94,9 @@ def replaced(path: Path) -> Iterator[Path]:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.touch(exist_ok=False)
     try:
-        yield part
         if path.exists():
             shutil.copymode(path, part)
+        yield part
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

@@ -1631,6 +1631,7 @@ def test_few_rows_on_an_h200(norm, rows, columns, x, expected):
         ("rmsnorm", 4489, 4096, "bfloat16", None),
         ("rmsnorm", 343, 5120, "bfloat16", 128),  # 40 columns a thread
         ("rmsnorm", 344, 5120, "bfloat16", None),
+        ("rmsnorm", 140, 10240, "bfloat16", None),
         ("rmsnorm", 4488, 4096, "float32", None),
         ("rmsnorm", 20000, 256, "bfloat16", None),  # a row takes a part of a warp
     ],

@@ -580,6 +580,30 @@ def test_tensors_that_export_themselves_are_pytorchs() -> None:
         assert all(map(torch.equal, cupynorm.rmsnorm_forward(*given), expected))
 
 
+class Exports:
+    """As a protocol's class of another package, from which arrays may be derived."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_classes_derived_from_a_protocols() -> None:
+    """They are of the framework that says how they are exported, or of PyTorch, whatever the protocol's package."""
+    torch = pytest.importorskip("torch")
+
+    class Own(Foreign, Exports):
+        pass
+
+    class OwnTensor(torch.Tensor, Exports):  # type: ignore[misc]
+        pass
+
+    x = np.ones((4, 8), np.float32)
+    expected = cupynorm.rmsnorm_forward(x)
+    assert_same_bits(tuple(result.array for result in cupynorm.rmsnorm_forward(Own(x))), expected)
+    y, _ = cupynorm.rmsnorm_forward(torch.from_numpy(x).as_subclass(OwnTensor))
+    assert_same_bits((y.numpy(),), expected[:1])
+
+
 def test_half_of_the_protocol() -> None:
     """Without a device, which is no sign of JAX's tracers."""
 

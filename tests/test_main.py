@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -397,8 +399,36 @@ def test_time_call_calls_as_often_as_asked() -> None:
 
 
 def test_triad_has_no_more_threads_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUPYNORM_NUM_THREADS", "999999999")
-    assert bench.measure_triad(1 << 18, np.dtype(np.float32), np, repeats=1).seconds > 0
+    started: list[int] = []
+    pools = bench.ThreadPoolExecutor
+    monkeypatch.setattr(bench, "ThreadPoolExecutor", lambda threads: started.append(threads) or pools(threads))
+    for asked, most in (("999999999", os.cpu_count()), ("1", 1)):
+        monkeypatch.setenv("CUPYNORM_NUM_THREADS", asked)
+        bench._measure_triad.cache_clear()
+        assert bench.measure_triad(1 << 18, np.dtype(np.float32), np, repeats=1).seconds > 0
+        assert started.pop() == most
+
+
+@pytest.mark.parametrize("stdout", [None, io.StringIO()])
+def test_failures_where_stdout_is_no_file(
+    stdout: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> int:
+        raise FileNotFoundError(2, "No such file or directory", "missing")
+
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert cli.guarded("program", fail) == 1
+    assert capsys.readouterr().err == "program: [Errno 2] No such file or directory: 'missing'\n"
+
+
+def test_failures_leave_stdout_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    def fail() -> int:
+        print("before")
+        raise FileNotFoundError(2, "No such file or directory", "missing")
+
+    assert cli.guarded("program", fail) == 1
+    print("behind", flush=True)
+    assert capfd.readouterr().out == "before\nbehind\n"
 
 
 @pytest.mark.gpu

@@ -539,19 +539,65 @@ def test_a_fork_while_streams_are_looked_at() -> None:
     assert run_apart(AROUND_A_FORK).stdout == b"0\n"
 
 
+@pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("grows", [False, True])
-def test_memory_goes_back_in_order_of_where_it_came_from(device: FakeDevice, grows: bool) -> None:
+def test_memory_goes_back_in_order_of_where_it_came_from(device: FakeDevice, grows: bool, busy: bool) -> None:
     """Of a stream-ordered allocator it does so under the object that was current then: that lives as long."""
     from cupynorm.cuda import launch
 
     first = drop(device, 7)
     drop(device, 7)
     assert first() is not None
+    device.busy = {7} if busy else set()
     if grows:
         launch._Workspace(64, 2 * launch_kept()[7][1]).take(FakeStream(7), launch_kept())
     drop(device, 9)
     drop(device, 10)
-    assert (first() is None) == grows
+    assert (first() is None) == (grows and not busy)
+
+
+@pytest.mark.parametrize("thread_ends", [False, True])
+def test_both_objects_of_a_stream_live_while_it_has_work(device: FakeDevice, thread_ends: bool) -> None:
+    """The one that is current, and the one under which memory was allocated: with either the stream may end."""
+    device.busy = {7}
+    if thread_ends:
+        with ThreadPoolExecutor(1) as pool:
+            objects = [pool.submit(drop, device, 7).result() for _ in range(2)]
+    else:
+        objects = [drop(device, 7) for _ in range(2)]
+        for pointer in range(8, 8 + config.KEPT_STREAMS):
+            drop(device, pointer)
+    gc.collect()
+    assert 7 not in launch_kept()
+    assert all(stream() is not None for stream in objects)
+    device.busy = set()
+    drop(device, 5)
+    drop(device, 6)
+    assert all(stream() is None for stream in objects)
+
+
+def test_what_is_done_is_let_go_behind_the_lock(device: FakeDevice) -> None:
+    """A finalizer may wait for what another thread holds that forks."""
+    from cupynorm.cuda import streams
+
+    free: list[bool] = []
+
+    def elsewhere() -> None:
+        free.append(streams._lock.acquire(timeout=0))
+        if free[-1]:
+            streams._lock.release()
+
+    def ask() -> None:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+
+    stream = FakeStream(7)
+    weakref.finalize(stream, ask)
+    streams.keep_until_done(stream)
+    del stream
+    streams.keep_until_done(FakeStream(8))
+    assert free == [True]
 
 
 def test_how_often_streams_are_looked_at(monkeypatch: Any, device: FakeDevice) -> None:
@@ -949,18 +995,21 @@ def test_elements_across_their_boundaries_are_refused(device: FakeDevice) -> Non
 
 
 @pytest.mark.parametrize(
-    ("mask", "rows", "walkers", "column_blocks"),
+    ("mask", "rows", "dtype", "walkers", "column_blocks"),
     [
-        ((True, True, True), 600, 68, 64),
-        ((True, False, True), 600, 68, 64),
-        ((False, True, True), 600, 0, 64),
+        ((True, True, True), 600, "float16", 68, 64),
+        ((True, False, True), 600, "float16", 68, 64),
+        ((False, True, True), 600, "float16", 0, 64),
+        ((True, False, False), 2200, "float32", 264, 0),  # of 16-bit types the kernel for few rows writes dx alone
     ],
 )
 def test_column_blocks_need_no_memory(
-    device: FakeDevice, mask: tuple[bool, ...], rows: int, walkers: int, column_blocks: int
+    device: FakeDevice, mask: tuple[bool, ...], rows: int, dtype: str, walkers: int, column_blocks: int
 ) -> None:
     """They stand behind the row walkers, of which there are none without dx; nobody meets, whatever the type of dw."""
-    call = call_of(device, "layernorm", rows=rows, output_mask=mask) | {"w": device.array((COLUMNS,), "float16")}
+    call = call_of(device, "layernorm", rows=rows, dtype=dtype, output_mask=mask) | {
+        "w": device.array((COLUMNS,), dtype)
+    }
     backward("layernorm", call)
     (launch,) = device.launched
     assert launch.kernel == "backward_staged"

@@ -34,12 +34,13 @@ def keep_until_done(*streams: Any) -> None:
     ending = {id(stream): stream for stream in streams if _ends(stream)}
     if not ending:
         return
+    done: list[Any] = []  # let go behind the lock: with an object others may go, whose finalizers may wait for anything
     with _lock:
         _kept.update(ending)
         if len(_kept) >= _look_at:
-            for key, one in list(_kept.items()):
-                if _has_no_work(one):
-                    _kept.pop(key, None)
+            done = [one for one in list(_kept.values()) if _has_no_work(one)]
+            for one in done:
+                _kept.pop(id(one), None)
             _look_at = max(_LOOKED_AT, 2 * len(_kept))
 
 

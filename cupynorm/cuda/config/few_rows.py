@@ -47,9 +47,9 @@ FEW_ROWS_SUM_VECTORS = 128  # kSumVectors
 
 # dx alone, of 16-bit types in whole warps, on compute capability 9.0 where memory is fast: also more rows than run at
 # once, up to so many bytes of x for each multiprocessor, by whether a thread of backward_staged.cu has over
-# FEW_ROWS_MANY_COLUMNS (50 MB, 2048: 18.1 → 17.0 us, LayerNorm 18.2 → 17.1; but 300 MB 76.7 → 78.0, and 5120, which
-# gains at 10 MB, 25 MB 11.2 → 12.2).
-FEW_ROWS_ALONE_BYTES = {False: 272 << 10, True: 26 << 10}
+# FEW_ROWS_MANY_COLUMNS; these by so many threads at most (50 MB, 2048: 18.1 → 17.0 us, LayerNorm 18.2 → 17.1; but 300
+# MB 76.7 → 77.9, and 5120, which gains at 10 MB, 25 MB 11.2 → 12.2).
+FEW_ROWS_ALONE_BYTES, FEW_ROWS_ALONE_MANY_COLUMNS_THREADS = {False: 272 << 10, True: 26 << 10}, 128
 
 # Forward, threads on a multiprocessor that leave each the registers that it needs, by bytes of w, b and x of a thread:
 # kThreadsAtOnce of forward_few_rows.cu.
@@ -115,11 +115,11 @@ def few_rows_vectors(definitions: tuple[str, ...]) -> set[int]:
 def few_rows_blocks(config: BackwardConfig, problem: NormProblem, aligned_sums: bool, device: Device) -> FewRows | None:
     """None where backward_few_rows.cu does not pay; `aligned_sums`: dw and db start at multiples of 16 bytes.
 
-    It pays where all of its blocks run at the same time (an H100, 64x4096 6.7 → 6.2 us, 192x2048 6.8 → 6.5, but
-    264x2048 7.2 → 8.9). Blocks of which a thread has two or four vectors count as often. Of more rows, of 16-bit types
-    in whole warps, a thread has all vectors of one of backward_staged.cu (LayerNorm, 69x4096 6.9 → 6.4, 126x4096 7.6 →
-    7.3; dx alone, 200x4096 7.9 → 7.3); dx alone has it for more rows still: FEW_ROWS_ALONE_BYTES. Rows of a warp or
-    less: of a column block's thread at most FEW_ROWS_SUMMED.
+    With dw or db it pays where all of its blocks run at the same time (an H100, 64x4096 6.7 → 6.2 us, 192x2048 6.8 →
+    6.5, but 264x2048 7.2 → 8.9). Blocks of which a thread has two or four vectors count as often. Of more rows, of
+    16-bit types in whole warps, a thread has all vectors of one of backward_staged.cu (LayerNorm, 69x4096 6.9 → 6.4,
+    126x4096 7.6 → 7.3; dx alone, 200x4096 7.9 → 7.3); dx alone has it for more rows still: FEW_ROWS_ALONE_BYTES. Rows
+    of a warp or less: of a column block's thread at most FEW_ROWS_SUMMED.
     """
     split = _split(config)
     if split is None or not problem.want_dx:
@@ -132,8 +132,10 @@ def few_rows_blocks(config: BackwardConfig, problem: NormProblem, aligned_sums: 
             if found := _fitting(each, config, problem, aligned_sums, device):
                 return found
     if not (problem.want_dw or problem.want_db) and _has_both(config) and device.is_fast_9_0:
-        most = FEW_ROWS_ALONE_BYTES[config.per_thread > FEW_ROWS_MANY_COLUMNS] * device.multiprocessors
-        if problem.rows * problem.columns * ITEMSIZE[problem.x_dtype.name] <= most:
+        many = config.per_thread > FEW_ROWS_MANY_COLUMNS
+        fits = not many or whole.threads <= FEW_ROWS_ALONE_MANY_COLUMNS_THREADS
+        bytes_of_x = problem.rows * problem.columns * ITEMSIZE[problem.x_dtype.name]
+        if fits and bytes_of_x <= FEW_ROWS_ALONE_BYTES[many] * device.multiprocessors:
             return _blocks(whole, config, problem, aligned_sums, whole.threads)
     return None
 
