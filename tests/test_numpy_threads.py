@@ -44,11 +44,12 @@ def before_blocks(monkeypatch: pytest.MonkeyPatch, ready: Callable[[bool], None]
 @pytest.mark.usefixtures("own_threads")
 def test_calls_of_all_sizes_share_their_threads() -> None:
     """Though they take one, two or three of them, at other times."""
+    before = {*threading.enumerate()}  # those of pools that are gone may not have ended yet
     for rows in (4096, 64, 16, 48, 24, 8, 32, 256, 4096):
         cupynorm.rmsnorm_forward(np.ones((rows, 4096), np.float32))
     assert numpy_backend._pool.cache_info().misses == 1
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("cupynorm")]
-    assert len(threads) <= 3
+    threads = [thread for thread in {*threading.enumerate()} - before if thread.name.startswith("cupynorm")]
+    assert 1 <= len(threads) <= 3
 
 
 @pytest.mark.usefixtures("own_threads")

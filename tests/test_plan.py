@@ -559,20 +559,31 @@ def test_memory_goes_back_in_order_of_where_it_came_from(device: FakeDevice, gro
 @pytest.mark.parametrize("thread_ends", [False, True])
 def test_both_objects_of_a_stream_live_while_it_has_work(device: FakeDevice, thread_ends: bool) -> None:
     """The one that is current, and the one under which memory was allocated: with either the stream may end."""
-    device.busy = {7}
+    from cupynorm.cuda import streams
+
+    def look() -> None:
+        for pointer in range(100, 104):
+            streams.keep_until_done(FakeStream(pointer))
+
+    def work() -> list[weakref.ref[Any]]:
+        objects = [drop(device, 7) for _ in range(2)]
+        look()  # the first, which the second took over from, has no work yet
+        assert 7 not in pointers_of(streams._kept)
+        device.busy = {7}
+        return objects
+
     if thread_ends:
         with ThreadPoolExecutor(1) as pool:
-            objects = [pool.submit(drop, device, 7).result() for _ in range(2)]
+            objects = pool.submit(work).result()
     else:
-        objects = [drop(device, 7) for _ in range(2)]
+        objects = work()
         for pointer in range(8, 8 + config.KEPT_STREAMS):
             drop(device, pointer)
     gc.collect()
     assert 7 not in launch_kept()
     assert all(stream() is not None for stream in objects)
     device.busy = set()
-    drop(device, 5)
-    drop(device, 6)
+    look()
     assert all(stream() is None for stream in objects)
 
 
