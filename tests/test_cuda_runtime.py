@@ -491,7 +491,8 @@ def calls_on_streams_that_are_dropped(
     cupy.cuda.Device().synchronize()
     in_order = cupy.cuda.using_allocator(cupy.cuda.malloc_async)
     with in_order if allocator == "malloc_async" else contextlib.nullcontext():
-        for _ in range(2):  # once to have workspace in the pool
+        in_time = 0  # calls that were not too late to tell: once to have workspace in the pool, once to meet there
+        for _ in range(6):
             with gate:
                 spin(cupy, 1.0)
             start.record(gate)
@@ -502,10 +503,13 @@ def calls_on_streams_that_are_dropped(
                     thread.join()
                 else:
                     call(out)
-            assert not gate.done, "the calls were too late for this test to tell"
+            in_time += not gate.done
             cupy.cuda.Device().synchronize()
-    for out in outs:
-        assert_same_bits(out, expected)
+            for out in outs:
+                assert_same_bits(out, expected)
+            if in_time == 2:
+                break
+        assert in_time == 2, "CUDA made their streams only when the device was idle"
     dispatch.plan_of.cache_clear()
 
 
