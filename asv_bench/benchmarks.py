@@ -1,9 +1,9 @@
 """What airspeed-velocity records of every commit; README.md says how to run it.
 
 Bandwidths come from `cupynorm.bench`: the L2 cache overwritten, CUDA events around one call, the median, and the triad
-in the same process. Each commit is timed by its own `cupynorm.bench`, of which only `measure`, `time_call` and the
-fields of `Measurement` are used: they have been there, with this method, since the first kernels. Whoever changes the
-method raises VERSION, and asv then leaves out what was recorded before.
+in the same process. Each commit is timed by its own `cupynorm.bench`, of which only `case`, `make_inputs`, `call`,
+`measure`, `measure_case`, `time_call` and the fields of `Measurement` are used: they have been there, with this method,
+since the first kernels. Whoever changes the method raises VERSION, and asv then leaves out what was recorded before.
 
 One measurement gives GB/s, fraction and time, so `setup_cache` measures a class's cases once, in one process; asv keeps
 its answer for the functions below, which only look figures up. What a commit or a machine cannot do is reported as not

@@ -142,8 +142,11 @@ def one_turn(script: str, folder: Path, turn: int, arguments: Sequence[str]) -> 
     from cupynorm import cli
 
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path}
+    if folder != ROOT:  # kernels are cached by the folder of their sources, which is gone afterwards
+        environment["CUPY_CACHE_DIR"] = str(folder / "kernels")
     command = [sys.executable, script, *arguments, "--turn", str(turn)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise cli.UsageError(f"tree {turn + 1} fails: {last}")

@@ -168,13 +168,13 @@ def both_us(case: bench.Case, inputs: dict[str, Any], cupy: Any) -> list[float]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    from roofline import listed
+    from roofline import columns, listed
 
     from cupynorm import cli
 
-    columns, megabytes = (listed(lambda text, kind=kind: cli.positive(text, kind)) for kind in (int, float))
+    megabytes = listed(lambda text: cli.positive(text, float))
     parser = cli.Parser(prog="parts.py", description="Time backward calls with parts of their kernels left out.")
-    parser.add_argument("--only", type=columns, default=COLUMNS, metavar="N,…", help="default: 1024,4096,16384")
+    parser.add_argument("--only", type=listed(columns), default=COLUMNS, metavar="N,…", help="default: 1024,4096,16384")
     parser.add_argument("--sizes", type=megabytes, default=SIZES, metavar="MB,…", help="default: 25,100")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
     parser.add_argument("--turn", type=int, help=argparse.SUPPRESS)

@@ -376,7 +376,9 @@ def about(xp: Any, peers: Sequence[str]) -> list[str]:
 
 
 def commit() -> str:
-    """Of this checkout, and whether it has changes."""
+    """Of this checkout, and whether it has changes; unknown, if cupynorm is found elsewhere."""
+    if not Path(bench.__file__).resolve().is_relative_to(ROOT):
+        return f"unknown: {Path(bench.__file__).parent}"
     try:
         git = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT)]
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)

@@ -4,15 +4,18 @@
 
 For each commit: checked out into a temporary worktree, found through PYTHONPATH, measured by `asv run` with the
 benchmarks of this checkout, written to asv_bench/results/. The Python must have asv and what cupynorm needs (NumPy; for
-CUDA CuPy and ml_dtypes, too). A commit that was recorded before on the machine is measured anew and replaced.
+CUDA CuPy and ml_dtypes, too). A commit that was recorded before on the machine is measured anew and replaced; with
+--bench, these benchmarks of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,6 +50,7 @@ class Failure(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is taken back
     try:
         commits = [git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}", say=name) for name in options.commits]
         for number, commit in enumerate(commits, 1):
@@ -55,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Failure as failure:
         print(f"record.py: {failure}", file=sys.stderr)
         return 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 
@@ -65,7 +71,10 @@ def record(commit: str, options: argparse.Namespace) -> None:
         try:
             # asv drops PYTHONPATH unless it finds the same in ASV_PYTHONPATH; processes started by benchmarks keep it.
             path = os.pathsep.join([str(worktree), *filter(None, [os.environ.get("PYTHONPATH")])])
-            environment = os.environ | {"PYTHONPATH": path, "ASV_PYTHONPATH": path}
+            # Kernels are cached by the folder of their sources, which is gone afterwards.
+            kernels = str(Path(folder) / "kernels")
+            environment = os.environ | {"PYTHONPATH": path, "ASV_PYTHONPATH": path, "CUPY_CACHE_DIR": kernels}
+            environment.pop("CUPYNORM_QUICK", None)
             about = describe(options.python, environment, worktree)
             machine = options.machine or machine_name(about["gpu"])
             save_machine(machine, about["gpu"])
@@ -75,13 +84,24 @@ def record(commit: str, options: argparse.Namespace) -> None:
             # Forked, a figure that is only looked up takes 7 ms, and there are 600; by a new interpreter half a second.
             command += ["--launch-method", "forkserver", "--durations", "all"]
             command += ["--bench", options.bench] if options.bench else []
-            status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+            status = run_to_the_end(command, environment)
             written = [path for path, _ in files_of(machine) - before if path.name.startswith(commit[:8])]
             if not written:
                 raise Failure(f"asv recorded nothing for {commit[:8]} (its exit status: {status})")
-            rename_environment(written[0], about)
+            rename_environment(written[0], about, keeps_others=bool(options.bench))
         finally:
             git("worktree", "remove", "--force", str(worktree))
+
+
+def run_to_the_end(command: list[str], environment: dict[str, str]) -> int:
+    """The command's exit status. What stops this process stops all of its processes."""
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            raise
 
 
 def files_of(machine: str) -> set[tuple[Path, int]]:
@@ -118,8 +138,9 @@ def save_machine(name: str, gpu: str) -> None:
     MachineCollection.save(name, fields | {"machine": name, "gpu": gpu})
 
 
-def rename_environment(path: Path, about: dict[str, str]) -> None:
-    """asv names an existing environment after its path; versions say more, on any machine."""
+def rename_environment(path: Path, about: dict[str, str], keeps_others: bool) -> None:
+    """asv names an existing environment after its path; versions say more, on any machine. Figures of benchmarks that
+    were left out this time may stay."""
     result = json.loads(path.read_text(encoding="utf-8"))
     python = ".".join(about["python"].split(".")[:2])
     versions = {name: about[name] for name in ("numpy", "cupy") if name in about}
@@ -128,6 +149,10 @@ def rename_environment(path: Path, about: dict[str, str]) -> None:
     result["params"] |= versions | {"python": python}
     path.unlink()
     target = path.with_name(f"{result['commit_hash'][:8]}-{name}.json")
+    if keeps_others and target.exists():
+        before = json.loads(target.read_text(encoding="utf-8"))
+        for key in ("results", "durations"):
+            result[key] = before.get(key, {}) | result.get(key, {})
     target.write_text(json.dumps(result, sort_keys=True, indent=1) + "\n", encoding="utf-8")
 
 
@@ -152,6 +177,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not os.access(options.python, os.X_OK):
         parser.error(f"argument --python: {options.python} is not a program")
+    options.python = os.path.abspath(options.python)  # not behind links, of which an environment's is one
     try:
         import asv  # noqa: F401
     except ImportError as error:

@@ -57,6 +57,7 @@ SMALL = tuple(
 )
 LAYOUTS = ((1, 0), (0, 1), (3, 1))  # elements between rows, elements before the first
 BOUNDS = {"rmsnorm": (0.975, 2e-6), "layernorm": (0.97, 2.5e-6)}  # share of the triad, and seconds beside that
+MOST_COLUMNS = 1 << 30  # of problem.py, which older trees have without it
 HEAD = ["op", "rows x N", "dtype x/w", "layout", "us", "T us", "T/time", "bound us", "meets"]
 
 
@@ -283,15 +284,21 @@ def listed(convert: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     return lambda text: tuple(dict.fromkeys(convert(item) for item in text.split(",")))
 
 
+def columns(text: str) -> int:
+    from cupynorm import cli
+
+    number = cli.positive(text, int)
+    if number > MOST_COLUMNS:
+        raise argparse.ArgumentTypeError(f"got {text!r}; N of at most {MOST_COLUMNS} is needed")
+    return int(number)
+
+
 def add_row_options(parser: argparse.ArgumentParser) -> None:
     """Which rows: for all scripts that go through the same shapes."""
     from cupynorm import cli
 
     def megabytes(text: str) -> float:
         return cli.positive(text, float)
-
-    def columns(text: str) -> int:
-        return cli.positive(text, int)
 
     def set_name(text: str) -> str:
         if text != "all" and text not in SETS:

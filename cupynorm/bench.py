@@ -236,8 +236,9 @@ def time_call(function: Callable[[], Any], xp: Any = np, repeats: int | None = N
 
 
 def measure_triad(elements: int, dtype: Any, xp: Any = np, repeats: int | None = None) -> Triad:
-    """Time z = x + dy over three tensors of so many elements; measured once a process for each size and dtype."""
-    return _measure_triad(elements, np.dtype(dtype), xp, _device_id(xp), repeats)
+    """Time z = x + dy over three tensors of so many elements; measured once a process for each size, dtype, place."""
+    where = _triad_threads() if xp is np else _device_id(xp)
+    return _measure_triad(elements, np.dtype(dtype), xp, where, repeats)
 
 
 def device_name(xp: Any = np) -> str:
@@ -324,7 +325,8 @@ def _device_id(xp: Any) -> int | None:
 
 
 @cache
-def _measure_triad(elements: int, dtype: np.dtype[Any], xp: Any, device: int | None, repeats: int | None) -> Triad:
+def _measure_triad(elements: int, dtype: np.dtype[Any], xp: Any, where: int | None, repeats: int | None) -> Triad:
+    """`where`: on how many threads of the host, or on which device; the current ones."""
     if xp is np and dtype.itemsize < 4:
         dtype = np.dtype(np.float32)
     x, dy = (_normal((elements,), dtype, 0.0, seed, xp) for seed in range(2))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import json
+import os
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -284,6 +289,7 @@ def test_how_many_rows_of_each_set_meet_their_bound() -> None:
         (roofline, ["--ops", "softmax"], ["--ops", "softmax", "rmsnorm_backward"]),
         (roofline, ["--sizes", "25,x"], ["--sizes", "x"]),
         (roofline, ["--only", "0"], ["--only", "0"]),
+        (roofline, ["--only", "1073741825"], ["--only", "1073741824"]),
         (roofline, ["--dtype", "int32"], ["--dtype", "int32", "bfloat16"]),
         (roofline, ["--csv", "missing/roofline.csv"], ["--csv", "missing"]),
         (record, [], ["COMMIT"]),
@@ -324,6 +330,52 @@ def test_peers_without_bfloat16(
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     assert exit_status(peers.main, options) == 2
     assert_one_line_of_error(capsys, ["ml_dtypes"])
+
+
+@pytest.mark.parametrize("keeps_others", [False, True])
+def test_a_commit_that_is_measured_anew(keeps_others: bool, tmp_path: Path) -> None:
+    """Of some benchmarks, it keeps the others' figures."""
+    about = {"python": "3.11.7", "numpy": "2.4.6"}
+    for name, figure in (("one", 1), ("two", 2), ("one", 3)):
+        of_asv = tmp_path / "01234567-existing-path.json"
+        result = {"commit_hash": "0123456789", "params": {}, "results": {name: [figure]}, "durations": {name: 1.0}}
+        of_asv.write_text(json.dumps(result), encoding="utf-8")
+        record.rename_environment(of_asv, about, keeps_others)
+    (target,) = tmp_path.iterdir()
+    assert target.name == "01234567-existing-py3.11-numpy2.4.6.json"
+    found = json.loads(target.read_text(encoding="utf-8"))
+    assert found["results"] == {"one": [3]} | ({"two": [2]} if keeps_others else {})
+    assert found["durations"].keys() == found["results"].keys()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_record_ends_what_it_has_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With it, and not only the first process of these."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    inner = f"import time; pipe = open({str(pipe)!r}, 'w'); print('here', file=pipe, flush=True); time.sleep(60)"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    wait = subprocess.Popen.wait
+
+    with contextlib.ExitStack() as files:
+
+        def interrupted(process: Any, timeout: float | None = None) -> int:
+            monkeypatch.setattr(subprocess.Popen, "wait", wait)
+            files.said = files.enter_context(pipe.open())  # type: ignore[attr-defined]
+            assert files.said.readline() == "here\n"  # type: ignore[attr-defined]
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            record.run_to_the_end([sys.executable, "-c", outer], {**os.environ})
+        assert files.said.read() == ""  # type: ignore[attr-defined]  # it ends when nobody writes any more
+        assert time.monotonic() - begin < 30
+
+
+def test_the_commit_is_of_what_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "cupynorm" / "bench.py"))
+    assert peers.commit() == f"unknown: {tmp_path / 'cupynorm'}"
 
 
 def test_record_names_an_unknown_commit(capsys: pytest.CaptureFixture[str]) -> None:
