@@ -24,11 +24,17 @@ ONE = ["bench", "--op", "rmsnorm_backward", "--shape", "16x64", "--dtype", "floa
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return started([sys.executable, "-m", "cupynorm", *arguments], cwd)
+
+
+def run_in_a_shell(line: str) -> subprocess.CompletedProcess[str]:
+    """Arguments, and where output goes."""
+    return started(["sh", "-c", f"{shlex.quote(sys.executable)} -m cupynorm {line}"])
+
+
+def started(command: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(Path(cupynorm.__file__).parent.parent)}
-    return subprocess.run(
-        [sys.executable, "-m", "cupynorm", *arguments],
-        capture_output=True, text=True, cwd=cwd, env=environment, timeout=300, check=False,
-    )  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300, check=False)
 
 
 def main_in_process(*arguments: str) -> int:
@@ -362,9 +368,7 @@ def test_progress_fits_its_own_terminal() -> None:
 @pytest.mark.parametrize("command", ["info", "--quick --device numpy"])
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no disk that is always full")
 def test_a_full_disk_is_one_line(command: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(cupynorm.__file__).parent.parent)}
-    line = f"{shlex.quote(sys.executable)} -m cupynorm {command} >/dev/full"
-    done = subprocess.run(["sh", "-c", line], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = run_in_a_shell(f"{command} >/dev/full")
     assert done.returncode == 1
     assert re.fullmatch(r"python -m cupynorm.*: .*No space left on device\n", done.stderr)
 
@@ -375,9 +379,7 @@ def test_a_full_disk_is_one_line(command: str) -> None:
 @pytest.mark.parametrize("closed", [">&-", "2>&-"])
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell that closes files")
 def test_processes_may_be_started_without_stdout_or_stderr(command: str, status: int, closed: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(cupynorm.__file__).parent.parent)}
-    line = f"{shlex.quote(sys.executable)} -m cupynorm {command} {closed}"
-    done = subprocess.run(["sh", "-c", line], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = run_in_a_shell(f"{command} {closed}")
     assert done.returncode == status
     assert "Traceback" not in done.stderr
     assert bool(done.stdout) == (closed == "2>&-" and status == 0)
