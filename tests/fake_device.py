@@ -46,6 +46,7 @@ def layout_of(kernel: str, definitions: tuple[str, ...]) -> str:
         "BackwardArguments": config.BACKWARD_ARGUMENTS,
         "FewRowsArguments": config.FEW_ROWS_ARGUMENTS[config.common.compute_name(x_type)],
         "ForwardArguments": config.FORWARD_ARGUMENTS,
+        "WideArguments": config.WIDE_ARGUMENTS,
         "WideningArguments": config.WIDENING_ARGUMENTS,
     }
     return layouts[struct_of(kernel)[1]]
@@ -55,6 +56,8 @@ def struct_of(kernel: str) -> tuple[str, str]:
     """The file of kernels_cu/ that has the struct which a kernel takes, and the struct's name."""
     if kernel == "backward_few_rows":
         return "backward_few_rows.cu", "FewRowsArguments"
+    if kernel == "backward_wide":
+        return "backward_wide.cu", "WideArguments"
     if kernel == "widen_w":
         return "widen_w.cu", "WideningArguments"
     direction = kernel.partition("_")[0]

@@ -46,6 +46,11 @@ MEANINGS = {
     "ld.acquire.gpu.global.u64 %0, [%1]": "$1 = on_cpu::read_anew<uint64_t>($2);",
     "ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2]": "$1 = on_cpu::read_anew<uint64_t>($3); "
     "$2 = on_cpu::read_anew<uint64_t>(($3) + 8);",
+    "ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2]": "$1 = on_cpu::read_anew<unsigned>($3); "
+    "$2 = on_cpu::read_anew<unsigned>(($3) + 4);",
+    "st.relaxed.gpu.global.u32 [%0], %1": "on_cpu::write((unsigned*)($1), $2);",
+    "st.relaxed.gpu.global.v2.u32 [%0], {%1, %2}": "on_cpu::write((unsigned*)($1), $2); "
+    "on_cpu::write((unsigned*)(($1) + 4), $3);",
     "st.relaxed.gpu.global.u64 [%0], %1": "on_cpu::write((uint64_t*)($1), $2);",
     "st.relaxed.gpu.global.v2.u64 [%0], {%1, %2}": "on_cpu::write((uint64_t*)($1), $2); "
     "on_cpu::write((uint64_t*)(($1) + 8), $3);",
@@ -129,7 +134,7 @@ class KernelsOnCpu(FakeDevice):
         if kernel not in self._compiled:
             file, name, definitions = kernel
             struct = struct_of(name)[1]
-            lines = ["#define BLOCKS_AT_ONCE"] if "GANG=1" in definitions else []
+            lines = ["#define BLOCKS_AT_ONCE"] if "GANG=1" in definitions or name == "backward_wide" else []
             lines += ['#include "cuda.h"', *(f"#define {text.replace('=', ' ', 1)}" for text in definitions)]
             lines += [as_cpp(source(file, set()))]
             lines += ['extern "C" void run(const void* arguments, int x, int y, int threads, int bytes) {']

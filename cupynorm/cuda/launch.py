@@ -27,7 +27,8 @@ from .streams import keep_until_done
 _DEVICE_ATTRIBUTES = (75, 76, 16, 97, 36, 37)
 
 _WIDENING_THREADS = 256
-_KEPT_ZEROS = choose.KEPT_COUNTER_BYTES + choose.KEPT_EXCHANGE_BYTES
+_KEPT_WIDE = choose.KEPT_COUNTER_BYTES + choose.KEPT_EXCHANGE_BYTES  # where that begins
+_KEPT_ZEROS = _KEPT_WIDE + choose.KEPT_WIDE_BYTES
 _PIECE_COLUMNS = 512  # a multiple of these leaves addresses as aligned as they were
 _PART_BYTES = 512  # what each part of a workspace is rounded up to, as CuPy's allocations are
 _alloc, _malloc_async = cupy.cuda.alloc, cupy.cuda.malloc_async
@@ -54,7 +55,9 @@ class Backward:
         self._widen_w, w_dtype = _widening(problem, config.definitions)
         self._widened_bytes = problem.columns * problem.compute_dtype.itemsize if self._widen_w else 0
         few = choose.few_rows_blocks(config, problem, sums_aligned, device)
-        if few:
+        if config.route == "wide":
+            self._take_wide(config, main, w_dtype, sums_aligned)
+        elif few:
             self._take_few_rows(few, _few_rows_launch(config, few), w_dtype)
         else:
             self._walk(config, main, device, w_dtype, sums_aligned)
@@ -87,6 +90,27 @@ class Backward:
             few.column_threads,
             few.row_threads,
             few.column_blocks,
+        )
+
+    def _take_wide(self, config: choose.BackwardConfig, main: Launch, w_dtype: Any, sums_aligned: bool) -> None:
+        problem = self.problem
+        self._workspace = _Workspace(0, wide=choose.wide_exchange_bytes(), beside=self._widened_bytes)
+        self._launches = [main.over(config.slabs, cooperative=True)]  # its blocks wait for each other
+        one = problem.compute_dtype.type(1)
+        self._take_arguments(
+            choose.WIDE_ARGUMENTS,
+            problem.rows,
+            problem.x_row_stride,
+            problem.dy_row_stride,
+            problem.out_row_stride,
+            problem.columns,
+            config.slab_columns,
+            -(-problem.rows // (config.groups * choose.WIDE_ROWS)),
+            float(one / problem.compute_dtype.type(problem.columns)),
+            _code(w_dtype),
+            _code(problem.parameter_dtype),
+            sums_aligned,
+            choose.reads_once(problem),
         )
 
     def _walk(
@@ -379,21 +403,23 @@ class _Workspace:
     A last part, of `beside` bytes, is no argument of the main kernel; it lies `self.beside` bytes from the start.
 
     The counters are those of counters.cuh or a Meeting (reduction.cuh), which begins with them. What gangs exchange
-    (gang.cuh) takes the place of the last of the sizes. Both are zero at first.
+    (gang.cuh) takes the place of the last of the sizes; `wide` is what all blocks exchange that share each row
+    (backward_wide.cu), which have neither counters nor sizes. All these are zero at first.
 
     A stream's launches follow one another, so its calls use the same memory, which is kept from call to call, for
     KEPT_STREAMS streams. A graph, which may be launched on any stream, has its own, and so has a call that needs more
     than KEPT_BYTES.
     """
 
-    def __init__(self, counter_bytes: int, *sizes: int, exchange: int = 0, beside: int = 0) -> None:
-        counters, exchanged, *parts = (
-            -(-size // _PART_BYTES) * _PART_BYTES for size in (counter_bytes, exchange, *sizes, beside)
+    def __init__(self, counter_bytes: int, *sizes: int, exchange: int = 0, wide: int = 0, beside: int = 0) -> None:
+        counters, exchanged, of_wide, *parts = (
+            -(-size // _PART_BYTES) * _PART_BYTES for size in (counter_bytes, exchange, wide, *sizes, beside)
         )
         fits = counters <= choose.KEPT_COUNTER_BYTES and exchanged <= choose.KEPT_EXCHANGE_BYTES
+        fits = fits and of_wide <= choose.KEPT_WIDE_BYTES
         self._keeps = fits and _KEPT_ZEROS + sum(parts) <= choose.KEPT_BYTES
         # In kept memory nothing else ever lies where these do: it would look like what blocks write there.
-        first = _KEPT_ZEROS if self._keeps else counters + exchanged
+        first = _KEPT_ZEROS if self._keeps else counters + exchanged + of_wide
         *starts, self.beside, end = accumulate(parts, initial=first)
         places = zip((*starts, 0), (*sizes, counter_bytes), strict=True)
         self._starts = [start if size else None for start, size in places]
@@ -401,7 +427,10 @@ class _Workspace:
         if exchange:
             start = choose.KEPT_COUNTER_BYTES if self._keeps else counters
             self._starts[-2], self._zeros = start, start + exchange
-        self._has_parts = bool(counter_bytes or exchange or any(sizes))
+        if wide:
+            start = _KEPT_WIDE if self._keeps else 0
+            self._starts, self._zeros = [start], start + wide
+        self._has_parts = bool(counter_bytes or exchange or wide or any(sizes))
         self._bytes = end if self._has_parts or beside else 0
 
     @property
@@ -492,9 +521,10 @@ def _backward_main(config: choose.BackwardConfig) -> Launch:
             kernels.append(("backward_few_rows", few))
         _load(cupy.cuda.runtime.getDevice(), *kernels)
         return _staged_launch(config, config.definitions)
-    name = "backward_split_apply" if config.route == "split" else "backward_direct"
+    name = "backward_split_apply" if config.route == "split" else f"backward_{config.route}"
     main = kernel(f"backward_{config.route}.cu", name, config.definitions)
-    return Launch(main, config.threads, shared_bytes=config.shared_bytes)
+    threads = choose.WIDE_THREADS if config.route == "wide" else config.threads
+    return Launch(main, threads, shared_bytes=config.shared_bytes)
 
 
 def _staged_launch(config: choose.BackwardConfig, definitions: tuple[str, ...]) -> Launch:

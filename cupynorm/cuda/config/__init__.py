@@ -4,10 +4,11 @@ What fixes the order of a row's sums (route, vector width, threads and blocks th
 layout, what is summed and the GPU model (of a part of a device, on that) alone, never on how many rows come with it: so
 a row's dx and y have the same bits in any company.
 
-backward.py and forward.py choose the kernel and its blocks, walkers.py how many of these run, column_blocks.py where
-others sum dw and db, few_rows.py what kernels for few rows take; common.py has what they share. Constants stand where
-they are used, each with one time that it was chosen by, in us, of bfloat16, on an H200, unless said otherwise; all that
-was measured is in asv_bench/CHOICES.md, under their names. variants.py lists every kernel that can be asked for.
+backward.py and forward.py choose the kernel and its blocks, wide.py those for rows that all blocks share, walkers.py
+how many blocks run, column_blocks.py where others sum dw and db, few_rows.py what kernels for few rows take; common.py
+has what they share. Constants stand where they are used, each with one time that it was chosen by, in us, of bfloat16,
+on an H200, unless said otherwise; all that was measured is in asv_bench/CHOICES.md, under their names. variants.py
+lists every kernel that can be asked for.
 """
 
 from .backward import (
@@ -46,6 +47,7 @@ from .walkers import (
     KEPT_COUNTER_BYTES,
     KEPT_EXCHANGE_BYTES,
     KEPT_STREAMS,
+    KEPT_WIDE_BYTES,
     STEP_COUNTERS_BYTES,
     WORKSPACE_BYTES,
     clusters_at_once,
@@ -63,6 +65,7 @@ from .walkers import (
     slab_sums_bytes,
     sums_walkers,
 )
+from .wide import WIDE_ARGUMENTS, WIDE_ROWS, WIDE_THREADS, wide_exchange_bytes
 
 __all__ = [
     "ANY_W",
@@ -75,11 +78,15 @@ __all__ = [
     "KEPT_COUNTER_BYTES",
     "KEPT_EXCHANGE_BYTES",
     "KEPT_STREAMS",
+    "KEPT_WIDE_BYTES",
     "ODD_ACROSS_WORDS",
     "ODD_BY_ELEMENT",
     "ODD_IN_WORDS",
     "STEP_COUNTERS_BYTES",
     "WIDENING_ARGUMENTS",
+    "WIDE_ARGUMENTS",
+    "WIDE_ROWS",
+    "WIDE_THREADS",
     "WORKSPACE_BYTES",
     "Access",
     "BackwardConfig",
@@ -110,5 +117,6 @@ __all__ = [
     "reduction_row_threads",
     "slab_sums_bytes",
     "sums_walkers",
+    "wide_exchange_bytes",
     "widening_definitions",
 ]

@@ -68,6 +68,7 @@ from .common import (
     vector_width,
 )
 from .walkers import KEPT_BYTES, takes_at_least, usual_clusters
+from .wide import wide_config
 
 # Steps of a ring: the one at work, the next (its sums are needed early), and at least one on its way.
 STAGED_LEAST_STAGES = 3
@@ -275,6 +276,8 @@ def backward_config(
     per_thread = columns_per_thread(x)
     outer_bytes = _column_sums_bytes(problem, per_thread)
 
+    if wide := wide_config(problem, vector > 1, definitions, device):
+        return wide
     if device.has_clusters and (staged := _staged(problem, vector > 1, access, definitions, device, odd, start)):
         sums = problem.want_dw or problem.want_db
         return staged if sums else staged._replace(definitions=for_dx_alone(staged.definitions, paced=True))

@@ -120,7 +120,7 @@ class Device(NamedTuple):
 class BackwardConfig(NamedTuple):
     """How one backward problem runs: see the head of the source file for what the words mean."""
 
-    route: str  # "direct", "staged" or "split": backward_<route>.cu
+    route: str  # "direct", "staged", "split" or "wide": backward_<route>.cu
     definitions: tuple[str, ...]
     threads: int
     group_threads: int

@@ -56,6 +56,7 @@ from .forward import (
     forward_part_of_warp_lanes,
     may_draw_short_rows,
 )
+from .wide import WIDE_LEAST_COLUMNS, may_be_wide, wide_definitions
 
 
 class Variant(NamedTuple):
@@ -78,6 +79,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         for threads in DIRECT_MAX_THREADS[vector][: 1 if device.has_clusters else None]:
             direct = (*definitions, *direct_definitions(columns_per_thread(x), threads, vector))
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
+        for warps in WIDE_LEAST_COLUMNS if may_be_wide(x, dy, vector, device) else ():
+            yield Variant("backward_wide.cu", ("backward_wide",), (*definitions, *wide_definitions(warps)))
         for any_w in (False, True):
             split = (*definitions, *split_definitions(columns_per_thread(x), any_w))
             yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), split)

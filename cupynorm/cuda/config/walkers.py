@@ -40,6 +40,7 @@ KEPT_STREAMS = 8  # for which a thread keeps workspace on a device
 FORWARD_SPLIT_AT_ONCE, FORWARD_SPLIT_WAVES, FORWARD_SPLIT_ROWS = 3, (2, 11), 8
 KEPT_COUNTER_BYTES = 64 << 10  # of these, for meetings of up to 8000 blocks
 KEPT_EXCHANGE_BYTES = 32 << 10  # and for what gangs of up to 255 blocks in all exchange
+KEPT_WIDE_BYTES = 134 << 10  # and for what all blocks do that share each row
 STEP_COUNTERS_BYTES = STEP_COUNTERS * 128
 
 # Where x, dy and dx together take at least the first and at most the second, x and dy are read so that they leave the
