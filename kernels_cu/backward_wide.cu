@@ -19,10 +19,14 @@
 // block's groups.
 //
 // Compile-time switches, beside those of backward.cuh (COLUMNS_PER_THREAD is one vector):
-//   ROW_WARPS  warps of a block that share a row
+//   ROW_WARPS  warps of a block that share a row     OFF_LINES  1: rows do not all begin at whole lines of memory (staged.cuh)
 #include "backward.cuh"
 #include "pipeline.cuh"
 #include "slab.cuh"
+
+#ifndef OFF_LINES
+#define OFF_LINES 0
+#endif
 
 static_assert(kVectors == 1 && VECTOR && sizeof(X) == sizeof(Dy) && sizeof(Compute) == 4, "a vector of a row, and float sums");
 constexpr int kWarps = 8, kThreads = 32 * kWarps;  // that work on rows
@@ -192,28 +196,6 @@ struct WideStatistics {
     }
 };
 
-// What a thread has of a step's rows.
-struct StepRows {
-    XVector x[kRows];
-    DyVector dy[kRows];
-
-    // Of the last step a group may have fewer rows.
-    __device__ StepRows(const X* first_x, const Dy* first_dy, int pitch, int rows) {
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            x[i].load(first_x + i * pitch);
-            dy[i].load(first_dy + i * pitch);
-        }
-        if (rows >= kRows) return;
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            if (i < rows) continue;
-            x[i] = {};
-            dy[i] = {};
-        }
-    }
-};
-
 struct WideBlock {
     const WideArguments& a;
     WideState& state;
@@ -225,7 +207,14 @@ struct WideBlock {
         : a(a), state(state), ring(ring), slab(a), full{shared_address(state.full)}, done{shared_address(state.done)},
           summed{shared_address(state.summed)}, there{shared_address(state.there)} {}
 
-    __device__ int part_elements() const { return kStepRows * a.slab_columns; }  // of x, or of dy, in a place of the ring
+    // In elements, from one row of a step to the next in the ring, where with OFF_LINES each is as far from a line's start as in
+    // memory; and what a place has of x, or of dy.
+    __device__ int pitch() const { return a.slab_columns + (OFF_LINES ? 128 / int(sizeof(X)) : 0); }
+    __device__ int part_elements() const { return kStepRows * pitch(); }
+    __device__ static int lead(const X* base, int64 stride, int64 row) {
+        const unsigned address = unsigned(reinterpret_cast<unsigned long long>(base)) + unsigned(row * stride) * unsigned(sizeof(X));
+        return OFF_LINES ? address % 128 / sizeof(X) : 0;  // slabs are of whole lines
+    }
     __device__ int place_bytes() const { return 2 * part_elements() * int(sizeof(X)); }
     __device__ static int slot(int j) { return unsigned(j) % kSlots; }
     __device__ static int parity(int j) { return unsigned(j) / kSlots & 1; }
@@ -249,19 +238,19 @@ struct WideBlock {
     __device__ void fill(int stage, int j, unsigned long long policy) const {
         const int64 first_row = int64(j) * kStepRows;
         const int rows = j + 1 < a.steps ? kStepRows : int(a.rows - first_row);
-        const int bytes = slab.columns * int(sizeof(X)), pitch = a.slab_columns * int(sizeof(X));
+        const int bytes = slab.columns * int(sizeof(X));
         const X* x = a.x + first_row * a.x_row_stride + slab.first_column;
         const Dy* dy = a.dy + first_row * a.dy_row_stride + slab.first_column;
-        SharedAddress x_place = shared_address(ring) + stage * place_bytes(), dy_place = x_place + kStepRows * pitch;
+        SharedAddress place = shared_address(ring) + stage * place_bytes();
         full[stage].arrive_expecting(2 * rows * bytes);
 #pragma unroll 1
         for (int row = 0; row < rows; ++row) {
-            bulk_copy(x_place, x, bytes, full[stage], policy);
-            bulk_copy(dy_place, dy, bytes, full[stage], policy);
+            const int x_lead = lead(a.x, a.x_row_stride, first_row + row), dy_lead = lead(a.dy, a.dy_row_stride, first_row + row);
+            bulk_copy(place + x_lead * sizeof(X), x, bytes, full[stage], policy);
+            bulk_copy(place + (part_elements() + dy_lead) * sizeof(X), dy, bytes, full[stage], policy);
             x += a.x_row_stride;
             dy += a.dy_row_stride;
-            x_place += pitch;
-            dy_place += pitch;
+            place += pitch() * sizeof(X);
         }
     }
     // By one thread, which has filled the first places.
@@ -345,6 +334,31 @@ private:
     }
 };
 
+// What a thread has of a step's rows.
+struct StepRows {
+    XVector x[kRows];
+    DyVector dy[kRows];
+
+    // From column `first` of the block on, rows from group_row of the step on, of which there may be fewer in the last step.
+    __device__ StepRows(const WideBlock& block, int stage, int j, int group_row, int first, int rows) {
+        const WideArguments& a = block.a;
+        const X* const place = reinterpret_cast<const X*>(block.ring + stage * block.place_bytes()) + group_row * block.pitch() + first;
+        const int64 first_row = int64(j) * kStepRows + group_row;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            x[i].load(place + i * block.pitch() + block.lead(a.x, a.x_row_stride, first_row + i));
+            dy[i].load(place + i * block.pitch() + block.part_elements() + block.lead(a.dy, a.dy_row_stride, first_row + i));
+        }
+        if (rows >= kRows) return;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            if (i < rows) continue;
+            x[i] = {};
+            dy[i] = {};
+        }
+    }
+};
+
 // dw or db, of all threads that work on rows; `scratch` has room for a float32 for each of their columns.
 __device__ inline void write_sums(const WideBlock& block, const WideColumnSums& sums, void* target, int group, int first, bool holds,
                            float* scratch) {
@@ -386,12 +400,9 @@ __device__ inline void work(const WideBlock& block, const Weights<>& w, int firs
     const WideArguments& a = block.a;
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int group = warp / kRowWarps, group_row = group * kRows, steps = a.steps;
-    const int read_from = group_row * a.slab_columns + (holds ? first : 0);  // who has no column reads one all the same; its w is 0
+    const int read_from = holds ? first : 0;  // who has no column reads one all the same; its w is 0
     const auto rows_of = [&](int j) { return j + 1 < steps ? kRows : int(a.rows - int64(j) * kStepRows) - group_row; };
-    const auto step_rows = [&](int stage, int j) {
-        const X* const place = reinterpret_cast<const X*>(block.ring + stage * block.place_bytes()) + read_from;
-        return StepRows(place, reinterpret_cast<const Dy*>(place + block.part_elements()), a.slab_columns, rows_of(j));
-    };
+    const auto step_rows = [&](int stage, int j) { return StepRows(block, stage, j, group_row, read_from, rows_of(j)); };
     WideStatistics statistics = {};
     statistics.load_next(a, group_row, 0);
     WideColumnSums dw, db;

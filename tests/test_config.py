@@ -64,6 +64,15 @@ def backward(columns: int, x: str, dy: str, rows: int = 4096, norm: str = "layer
     )
 
 
+@pytest.fixture
+def without_wide_rows(monkeypatch):
+    """As where rows that all blocks could share go elsewhere: what two types, or devices that are smaller, have."""
+    monkeypatch.setattr(config.wide, "WIDE_LEAST_BLOCKS", 1 << 30)
+
+
+ELSEWHERE = pytest.mark.usefixtures("without_wide_rows")
+
+
 def forward_of(problem: NormProblem) -> NormProblem:
     return replace(problem, direction="forward", dy_dtype=None, dy_row_stride=0)
 
@@ -245,6 +254,7 @@ def test_rmsnorm_has_28_columns_a_thread_where_lanes_are_idle(columns, per_threa
         *(("rmsnorm", n, "bfloat16", 16, 56, True) for n in (213000, 221184)),
     ],
 )
+@ELSEWHERE
 def test_more_than_40_columns_a_thread_where_memory_is_fast(norm, columns, name, cluster, per_thread, paced):
     """Of x and dy of one 16-bit type in vectors, LayerNorm with db, on compute capability 9.0; else fewer, as where
     memory is slow."""
@@ -1262,6 +1272,7 @@ def test_the_gpu_tests_have_blocks_that_share_rows(name):
         *product(("sm_90", "sm_90_slow"), (60,), (65536,), (8,), (64,), (64,)),
     ],
 )
+@ELSEWHERE
 def test_the_longest_rows_have_column_blocks(name, rows, columns, cluster, column_blocks, slices):
     """Also where there are more slices than blocks: a block of these takes one after the other."""
     problem = backward(columns, "bfloat16", "bfloat16", rows=rows)
@@ -1385,6 +1396,7 @@ ON_H200 = [
 
 
 @pytest.mark.parametrize(("norm", "rows", "columns", "x", "dy", "aligned", "at_once", "expected"), ON_H200)
+@ELSEWHERE
 def test_column_blocks_of_an_h200(norm, rows, columns, x, dy, aligned, at_once, expected):
     """What is said beside the constants of column_blocks.py."""
     problem = backward(columns, x, dy, rows=rows, norm=norm)
@@ -1743,6 +1755,8 @@ def test_the_gpu_tests_have_launches_with_and_without_column_blocks():
         for many in (False, True):
             problem = backward(columns, "bfloat16", "bfloat16", rows=rows_of(columns, many))
             chosen = config.backward_config(problem, 16 if aligned else 2, device)
+            if chosen.route == "wide":
+                continue  # it has neither partial rows nor column blocks
             at_once = at_once_on_h200(chosen)
             assert (config.grid(chosen, problem, at_once, device).column_blocks == 0) == many, (columns, many)
 
@@ -1820,7 +1834,8 @@ def test_rows_that_fit_on_chip_are_read_once():
     def route(columns, x, device, aligned=True):
         return config.backward_config(backward(columns, x, x), 16 if aligned else 2, device).route
 
-    assert {route(n, "bfloat16", hopper) for n in (1024, 8192, 65536, 131072, 262144)} == {"staged"}
+    assert {route(n, "bfloat16", hopper) for n in (1024, 8192, 65536, 90112)} == {"staged"}
+    assert {route(n, "bfloat16", hopper) for n in (131072, 262144)} == {"wide"}
     assert {route(n, "bfloat16", hopper, aligned=False) for n in (1001, 8191, 65535, 131071)} == {"staged"}
     assert {route(n, "float32", hopper) for n in (1024, 8192, 65536)} == {"staged"}
     assert route(262144, "float64", hopper) == "split"
@@ -2114,6 +2129,7 @@ FAST_CLUSTERS = {"rmsnorm": (81928, 90120, 98304, 113664, 163840), "layernorm": 
         if device != "sm_90" or case[0] not in FAST_CLUSTERS[norm]
     ],
 )
+@ELSEWHERE
 def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(device, norm, columns, name, blocks, slab):
     hopper = DEVICES[device]
     chosen = config.backward_config(backward(columns, name, name, norm=norm), 16, hopper)
@@ -2131,6 +2147,51 @@ def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(device, norm, columns, n
     assert chosen.shared_bytes + static <= hopper.shared_bytes
 
 
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize(
+    ("columns", "warps", "slab", "blocks"),
+    [
+        *((126720, 0, 0, 0), (126728, 4, 1024, 124), (131072, 4, 1024, 128), (135168, 4, 1024, 132), (135176, 0, 0, 0)),
+        *((194304, 0, 0, 0), (194312, 8, 1536, 127), (196608, 8, 1536, 128), (229376, 8, 1792, 128)),
+        *((262144, 8, 2048, 128), (262152, 8, 2048, 129), (270336, 8, 2048, 132), (270344, 0, 0, 0)),
+    ],
+)
+def test_rows_that_all_blocks_share(norm, columns, warps, slab, blocks):
+    """In vectors of one 16-bit type, where memory is as fast as an H200's, on as many multiprocessors: any number of
+    rows, whatever is wanted of them."""
+    hopper = DEVICES["sm_90"]
+    for name, rows in product(("bfloat16", "float16"), (1, 17, 1 << 20)):
+        problem = backward(columns, name, name, rows, norm)
+        chosen = config.backward_config(problem, 16, hopper)
+        assert (chosen.route == "wide") == (warps > 0)
+        alone = config.backward_config(replace(problem, want_dw=False, want_db=False), 16, hopper)
+        apart = config.backward_config(
+            replace(problem, x_row_stride=columns + 8, dy_row_stride=columns + 64), 16, hopper
+        )
+        assert alone.route == apart.route == chosen.route
+        if not warps:
+            continue
+        assert (chosen.group_threads, chosen.slab_columns, chosen.slabs) == (warps * 32, slab, blocks)
+        assert defined(chosen, "ROW_WARPS") == warps
+        assert ("OFF_LINES=1" in chosen.definitions, "OFF_LINES=1" in apart.definitions) == (columns % 64 != 0, True)
+        static = 3 << 10  # more than the kernel declares
+        assert max(one.shared_bytes for one in (chosen, alone, apart)) + static <= hopper.shared_bytes
+        assert 2 * chosen.shared_bytes > hopper.shared_bytes  # one block on a multiprocessor
+        assert config.few_rows_blocks(chosen, problem, True, hopper) is None
+        others = [
+            config.backward_config(problem, 8, hopper),
+            config.backward_config(backward(columns, name, "float32", rows, norm), 16, hopper),
+            config.backward_config(backward(columns, "float32", "float32", rows, norm), 16, hopper),
+            config.backward_config(problem, 16, hopper._replace(multiprocessors=119, memory_gbps=5000)),
+            *(config.backward_config(problem, 16, DEVICES[other]) for other in ("sm_90_slow", "sm_100", "sm_120")),
+        ]
+        assert all(other.route != "wide" for other in others)
+
+
+def test_what_blocks_exchange_that_share_all_rows_is_kept():
+    assert config.wide_exchange_bytes() <= config.KEPT_WIDE_BYTES
+
+
 # On either side of each length that the notes name: the blocks of a cluster, or 0 for gangs, where memory is fast.
 FAST_EDGES = {
     ("rmsnorm", "bfloat16"): {81920: 8, 113664: 8, 113672: 16, 131072: 16, 131080: 16, 221184: 16, 225280: 0},
@@ -2144,6 +2205,7 @@ FAST_EDGES = {
 
 
 @pytest.mark.parametrize(("norm", "name"), FAST_EDGES)
+@ELSEWHERE
 def test_clusters_of_sixteen_stand_beside_gangs_where_memory_is_fast(norm, name):
     """From 14 KB of a row for each block on; where it is slow, clusters of eight alone."""
     for columns, fast in FAST_EDGES[norm, name].items():
@@ -2390,6 +2452,7 @@ PACED_OR_NOT = {
 
 
 @pytest.mark.parametrize(("norm", "name"), PACED_OR_NOT)
+@ELSEWHERE
 def test_pace_is_kept_where_lanes_are_nearly_filled(norm, name):
     """By what was timed where memory is fast; elsewhere LayerNorm's only where they are as good as filled."""
     paced, unpaced, slow_paced = PACED_OR_NOT[norm, name]
@@ -2551,6 +2614,7 @@ def test_x_and_dy_of_two_types_keep_pace_where_threads_have_columns(norm, x, dy)
         ("layernorm", 16384, "float32", 7),
     ],
 )
+@ELSEWHERE
 def test_a_walker_of_larger_steps_has_fewer_before_the_others(norm, columns, name, quarters):
     assert config.backward_config(backward(columns, name, name, 1 << 20, norm), 16, DEVICES["sm_90"]).lead == quarters
 
@@ -2621,6 +2685,7 @@ def test_rows_of_24_columns_a_thread_have_larger_blocks_where_pace_is_kept(colum
 
 @pytest.mark.parametrize("rows", [1 << 20, 4096, 100])
 @pytest.mark.parametrize("columns", [384, 768, 1536, 3072, 6144, 12288, 32768, 262144])
+@ELSEWHERE
 def test_calls_for_dx_alone_have_the_blocks_of_others(columns, rows):
     """They keep pace, too, by a kernel of their own, in short launches by that of walkers beside column blocks."""
     problem = backward(columns, "bfloat16", "bfloat16", rows, "rmsnorm")
@@ -2814,6 +2879,7 @@ def test_which_memory_is_slow(multiprocessors, gbps, slow):
 
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@ELSEWHERE
 def test_slow_memory_changes_no_sum_of_a_row(norm, name):
     """Kernels, but for steps that are drawn and pace, and how they split rows are the same, whatever the memory; but
     not backward where, as it is fast, clusters of sixteen stand in for gangs, a thread has over 40 columns, or fewer

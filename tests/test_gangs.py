@@ -1,5 +1,5 @@
 """Rows that no cluster of eight holds: on a device with clusters gangs of blocks share them (gang.cuh), whatever else
-runs, or clusters of sixteen."""
+runs, clusters of sixteen, or all blocks of a launch (backward_wide.cu)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ from test_promises import some_rows
 pytestmark = pytest.mark.gpu
 
 # Lanes full and not, the last block short, entries for one warp and for more, one gang of nearly all multiprocessors.
-LENGTHS = (
+GANGS = (
     (90120, "bfloat16"),  # LayerNorm's, as the next: where memory is fast clusters of eight hold RMSNorm's
     (98304, "float16"),
-    (262144, "bfloat16"),
     (300000, "float16"),
     (524288, "bfloat16"),
     (1048576, "bfloat16"),
@@ -51,6 +50,15 @@ LENGTHS = (
     (131073, "float32"),
     (500001, "float32"),
 )
+# Where memory is fast all blocks share these: two groups of a block and one, lanes full and not, rows off whole lines.
+WIDE = (
+    (126728, "bfloat16"),
+    (131072, "float16"),
+    (196608, "bfloat16"),
+    (262144, "bfloat16"),
+    (262152, "float16"),
+)
+LENGTHS = *GANGS, *WIDE
 
 
 @pytest.fixture
@@ -62,12 +70,13 @@ def cupy() -> Any:
 @pytest.mark.parametrize(("columns", "dtype"), LENGTHS)
 @pytest.mark.parametrize("norm", NORMS)
 def test_against_float64(cupy: Any, norm: str, columns: int, dtype: str, rows: int) -> None:
-    """From one row to several of each gang, with column blocks and without."""
+    """From one row to several of each gang, with column blocks and without; to so many steps that entries, and the
+    ring's places, are used again."""
     check_calls(cupy, norm, columns, dtype, min(rows, max(1, 35_000_000 // columns)))
 
 
 @pytest.mark.parametrize("rows", [1, 67, 250])
-@pytest.mark.parametrize(("columns", "dtype"), [(122880, "bfloat16"), (131072, "float16"), (98304, "float32")])
+@pytest.mark.parametrize(("columns", "dtype"), [(122880, "bfloat16"), (114688, "float16"), (98304, "float32")])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
 def test_gangs_or_clusters_of_sixteen(
@@ -124,16 +133,20 @@ def make_long_case(cupy: Any, case: Case) -> Tensors:
     return make_tensors(cupy, case.norm, (case.rows, case.columns), case.x, seed=case.seed)
 
 
-def test_gangs_are_what_is_tested_here(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gangs_are_what_is_tested_here(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, of_memory: Callable[[bool], None]
+) -> None:
     from cupynorm import dispatch
 
+    of_memory(False)
     made = choices(monkeypatch)
     dispatch.plan_of.cache_clear()
     for columns, dtype in LENGTHS:
         backward("layernorm", make_tensors(cupy, "layernorm", (2, columns), dtype), has_bias=True)
     dispatch.plan_of.cache_clear()
     if cupy.cuda.Device().compute_capability == "90":
-        assert [chosen.gang for chosen in made] == [True] * len(LENGTHS)
+        assert [chosen.gang for chosen in made] == [length in GANGS for length in LENGTHS]
+        assert {chosen.route for chosen in made[len(GANGS) :]} == {"wide"}
 
 
 @pytest.mark.parametrize(("columns", "dtype"), LENGTHS)
@@ -157,7 +170,8 @@ def test_the_same_bits_in_any_company_and_after_anything(cupy: Any, norm: str, c
 @pytest.mark.parametrize(("columns", "dtype"), [(98304, "float16"), (262144, "bfloat16"), (500000, "float32")])
 @pytest.mark.parametrize("norm", NORMS)
 def test_on_streams_in_threads_and_graphs(cupy: Any, norm: str, columns: int, dtype: str) -> None:
-    """All blocks of a gang run at the same time, or none: launches on several streams wait for one another."""
+    """All blocks of a gang, or that share all rows, run at the same time, or none: launches on several streams wait for
+    one another."""
     cases = [make_tensors(cupy, norm, (rows, columns), dtype, seed=rows) for rows in (3, 90, 20)]
     short = make_tensors(cupy, "layernorm", (4000, 4096), "bfloat16")
     expected = [backward(norm, tensors, has_bias=True) for tensors in cases]
@@ -228,9 +242,10 @@ def test_nan_and_inf_stay_in_their_row_and_column(cupy: Any, norm: str, rows: in
         assert bool(cupy.isfinite(got[2][column])) == (name == "x")
 
 
-def test_a_gang_that_finds_no_room_waits_for_it(cupy: Any) -> None:
+@pytest.mark.parametrize("columns", [262144, 1048576])
+def test_a_gang_that_finds_no_room_waits_for_it(cupy: Any, columns: int) -> None:
     """Other work holds more multiprocessors than it leaves free: neither of two calls hangs, and both are right."""
-    tensors = make_tensors(cupy, "layernorm", (40, 1048576), "bfloat16")
+    tensors = make_tensors(cupy, "layernorm", (40, columns), "bfloat16")
     expected = backward("layernorm", tensors)
     held = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     stream = cupy.cuda.Stream(non_blocking=True)

@@ -1004,3 +1004,93 @@ int main() {{ int a = 8; on_cpu::launch(kernel, a, 1, 1, 64, 1024); }}
         done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
         assert done.returncode != 0
         assert words in done.stderr
+
+
+def share_all_rows(monkeypatch: pytest.MonkeyPatch, device: KernelsOnCpu, multiprocessors: int) -> None:
+    """A device with so many, and memory as fast for each as an H200's, of which all blocks share each row."""
+    from cupynorm.cuda.config import wide
+
+    monkeypatch.setitem(fake_device.ATTRIBUTES, 16, multiprocessors)
+    monkeypatch.setitem(fake_device.ATTRIBUTES, 36, fake_device.ATTRIBUTES[36] * multiprocessors // 132)
+    monkeypatch.setattr(device.cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 1)
+    monkeypatch.setattr(wide, "WIDE_LEAST_BLOCKS", 1)
+
+
+@pytest.mark.parametrize(
+    ("columns", "multiprocessors", "step_rows", "name", "w"),
+    [
+        (4096, 4, 8, "bfloat16", "float32"),  # two groups
+        (4088, 4, 8, "bfloat16", "bfloat16"),  # a vector is missing; rows do not all begin at whole lines
+        (6144, 3, 4, "bfloat16", "float32"),
+        (4616, 3, 4, "bfloat16", None),  # threads without a column
+    ],
+)
+def test_rows_that_all_blocks_share(
+    device: KernelsOnCpu,
+    monkeypatch: pytest.MonkeyPatch,
+    columns: int,
+    multiprocessors: int,
+    step_rows: int,
+    name: str,
+    w: str | None,
+) -> None:
+    """One norm after the other by the same memory: few rows, and so many that entries are used again, and the ring."""
+    from cupynorm.cuda.config import wide
+
+    share_all_rows(monkeypatch, device, multiprocessors)
+    first: dict[str, Any] = {}
+    launches = []
+    for norm, rows in product(NORMS, (17 * step_rows + 3, 1, step_rows, 2 * step_rows + 1)):
+        case = case_of(norm, rows, columns, name, w=w)
+        tensors = make_case(np, replace(case, rows=17 * step_rows + 3))
+        of_rows = {name: array for name, array in vars(tensors).items() if name in ("x", "dy", "mean", "rstd")}
+        tensors = replace(tensors, **{name: None if array is None else array[:rows] for name, array in of_rows.items()})
+        results = backward(norm, on_device(device, tensors), has_bias=case.has_bias)
+        (launched,) = device.launched
+        assert launched.cooperative
+        assert launched.grid[0] == multiprocessors
+        ran = run(device, results, "backward_wide")
+        check_backward(case, tensors, ran)
+        assert_same_bits(ran[:1], (first.setdefault(norm, ran[0])[:rows],))
+        exchange = launched.named().exchange
+        launches.append(ctypes.c_uint.from_address(exchange).value)
+        region = exchange + 128 + launches[-1] % 2 * (wide.wide_exchange_bytes() - 128) // 2  # the next launch's
+        assert not np.ctypeslib.as_array(
+            (ctypes.c_ubyte * ((wide.wide_exchange_bytes() - 128) // 2)).from_address(region)
+        ).any()
+    assert np.diff(launches).tolist() == [1] * (len(launches) - 1)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("columns", "multiprocessors"), [(4096, 4), (6144, 3)])
+def test_rows_that_all_blocks_share_and_what_is_not_wanted(
+    device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, norm: str, columns: int, multiprocessors: int
+) -> None:
+    """Results that are left out change no bit of the others; dw and db may start off 16 bytes, and be of any type."""
+    share_all_rows(monkeypatch, device, multiprocessors)
+    case = case_of(norm, 21, columns)
+    tensors = make_case(np, case)
+    placed = on_device(device, tensors)
+    names = ("dx", "dw", "db")[: 2 + case.has_bias]
+    everything = run(device, backward(norm, placed, has_bias=case.has_bias), "backward_wide")
+    for wanted in product((True, False), repeat=len(names)):
+        if not any(wanted):
+            continue
+        mask = {"has_bias": case.has_bias, "output_mask": wanted}
+        ran = run(device, backward(norm, placed, **mask), "backward_wide")
+        for asked, one, other in zip(wanted, ran, everything, strict=True):
+            assert (one is not None) == asked
+            if asked:
+                assert_same_bits((one,), (other,))
+    for name, offset in (("float32", 1), ("float64", 0), ("bfloat16", 1)):
+        dtype = DTYPES[name]
+        w = device.array(placed.w.shape, dtype)
+        values(w)[...] = tensors.w
+        out = [device.array(placed.x.shape, placed.x.dtype)]
+        out += [device.array((columns + offset,), dtype)[offset:] for _ in names[1:]]
+        results = backward(norm, replace(placed, w=w), has_bias=case.has_bias, out=tuple(out))
+        check_backward(
+            replace(case, w=np.dtype(dtype).name),
+            replace(tensors, w=values(w).copy()),
+            run(device, results, "backward_wide"),
+        )

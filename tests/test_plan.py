@@ -723,7 +723,7 @@ def test_kept_workspace_grows(device: FakeDevice) -> None:
         backward("rmsnorm", call_of(device, "rmsnorm", has_bias=has_bias))
     small, large, again = (counters_of(launch) for launch in device.launched)
     assert small != large == again
-    zeros = config.KEPT_COUNTER_BYTES + config.KEPT_EXCHANGE_BYTES
+    zeros = config.KEPT_COUNTER_BYTES + config.KEPT_EXCHANGE_BYTES + config.KEPT_WIDE_BYTES
     assert device.zeroed == [(place, zeros) for place in (small, large)]
     for launch in device.launched:
         assert config.meeting_bytes(launch.grid[0]) <= config.KEPT_COUNTER_BYTES
@@ -737,6 +737,7 @@ def test_what_gangs_exchange_is_zero_at_first_and_theirs_alone(
 ) -> None:
     """In kept memory between counters and parts, by a cooperative launch whose blocks run at the same time."""
     columns = 262144
+    monkeypatch.setattr(config.wide, "WIDE_LEAST_BLOCKS", 1 << 30)
     monkeypatch.setattr(device.cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 1)
     device.stream = FakeStream(7, capturing)
     arrays = {name: device.array((rows, columns), "float16") for name in ("x", "dy")}
@@ -762,6 +763,29 @@ def test_what_gangs_exchange_is_zero_at_first_and_theirs_alone(
     assert not device.launched[-1].cooperative
     cupynorm.rmsnorm_backward(**arrays, output_mask=(False, True))
     assert device.launched[-1].cooperative == bool(device.launched[-1].named().meeting)
+
+
+@pytest.mark.parametrize("w", ["float32", "float64"])
+@pytest.mark.parametrize("capturing", [False, True])
+def test_what_all_blocks_exchange_is_zero_at_first_and_theirs_alone(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice, capturing: bool, w: str
+) -> None:
+    """In kept memory behind what gangs exchange, and before a w that was widened."""
+    monkeypatch.setattr(device.cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 1)
+    device.stream = FakeStream(7, capturing)
+    for rows, columns in ((3, 262144), (900, 131072)):
+        arrays = {name: device.array((rows, columns), "float16") for name in ("x", "dy")}
+        cupynorm.rmsnorm_backward(**arrays, w=device.array((columns,), w), rstd=device.array((rows,)))
+        launch = device.launched[-1]
+        assert (launch.kernel, launch.cooperative, launch.grid) == ("backward_wide", True, (128, 1, 1))
+        named = launch.named()
+        start, size = next((s, n) for s, n in reversed(device.zeroed) if s <= named.exchange < s + n)
+        assert named.exchange % 128 == 0
+        assert named.exchange + config.wide_exchange_bytes() <= start + size
+        assert named.exchange == start + config.KEPT_COUNTER_BYTES + config.KEPT_EXCHANGE_BYTES
+        if w == "float64":
+            assert named.w >= start + size
+    assert len(device.zeroed) == (2 if capturing else 1)
 
 
 def test_a_large_workspace_is_not_kept(device: FakeDevice) -> None:
@@ -1819,8 +1843,9 @@ def test_which_kernel_of_three(
     ("columns", "x", "dy", "most", "kernel", "blocks"),
     [
         (65536, "float16", "float16", 4, "backward_staged", "GANG=1"),
-        (131072, "float16", "float16", 8, "backward_staged", "GANG=1"),
-        (131072, "float16", "float16", 16, "backward_staged", "CLUSTER=16"),
+        (114688, "float16", "float16", 8, "backward_staged", "GANG=1"),
+        (114688, "float16", "float16", 16, "backward_staged", "CLUSTER=16"),
+        (131072, "float16", "float16", 8, "backward_wide", "ROW_WARPS=4"),
         (32768, "float16", "float16", 2, "backward_staged", "GANG=1"),
         (65536, "float16", "float32", 4, "backward_split_apply", "COLUMNS_PER_THREAD=16"),
     ],

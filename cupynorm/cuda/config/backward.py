@@ -276,7 +276,7 @@ def backward_config(
     per_thread = columns_per_thread(x)
     outer_bytes = _column_sums_bytes(problem, per_thread)
 
-    if wide := wide_config(problem, vector > 1, definitions, device):
+    if wide := wide_config(problem, vector > 1, definitions, device, start):
         return wide
     if device.has_clusters and (staged := _staged(problem, vector > 1, access, definitions, device, odd, start)):
         sums = problem.want_dw or problem.want_db

@@ -6,11 +6,13 @@ from ...problem import NormProblem
 from .common import (
     ITEMSIZE,
     LINE_BYTES,
+    OFF_LINES,
     WARP,
     BackwardConfig,
     Device,
     argument_bytes,
     divide_up,
+    leaves_lines,
     name_of,
 )
 
@@ -31,11 +33,13 @@ WIDE_LEAST_BLOCKS = 120
 
 
 def wide_config(
-    problem: NormProblem, vector: bool, definitions: tuple[str, ...], device: Device
+    problem: NormProblem, vector: bool, definitions: tuple[str, ...], device: Device, start: int
 ) -> BackwardConfig | None:
-    """Blocks on nearly all multiprocessors, each with the same whole lines of all rows; None where that is not chosen.
+    """Blocks on nearly all multiprocessors, each with the same columns of all rows, as many as whole lines have; None
+    where that is not chosen.
 
-    x and dy of one 16-bit type, in vectors, where memory is fast, on compute capability 9.0.
+    x and dy of one 16-bit type, in vectors, where memory is fast, on compute capability 9.0; `start` is that of
+    leaves_lines().
     """
     x = problem.x_dtype.name
     if not may_be_wide(x, name_of(problem.dy_dtype), vector, device):
@@ -47,15 +51,17 @@ def wide_config(
     warps = next((warps for warps in WIDE_LEAST_COLUMNS if slab <= warps * WARP * WIDE_COLUMNS_PER_THREAD), None)
     if warps is None or slab < WIDE_LEAST_COLUMNS[warps] or blocks < WIDE_LEAST_BLOCKS:
         return None
+    off_lines = leaves_lines(start, *(stride * ITEMSIZE[x] for stride in (problem.x_row_stride, problem.dy_row_stride)))
+    pitch = (slab + off_lines * line) * ITEMSIZE[x]  # from row to row in the ring
     return BackwardConfig(
         route="wide",
-        definitions=(*definitions, *wide_definitions(warps)),
+        definitions=(*definitions, *wide_definitions(warps, off_lines)),
         threads=WIDE_WARPS * WARP,
         group_threads=warps * WARP,
         slab_columns=slab,
         slabs=blocks,
         stages=WIDE_STAGES,
-        shared_bytes=WIDE_STAGES * 2 * _step_rows(warps) * slab * ITEMSIZE[x],
+        shared_bytes=WIDE_STAGES * 2 * _step_rows(warps) * pitch,
     )
 
 
@@ -69,8 +75,9 @@ def _step_rows(warps: int) -> int:
     return WIDE_WARPS // warps * WIDE_ROWS
 
 
-def wide_definitions(warps: int) -> tuple[str, ...]:
+def wide_definitions(warps: int, off_lines: bool) -> tuple[str, ...]:
     return (
+        *((OFF_LINES,) if off_lines else ()),
         f"COLUMNS_PER_THREAD={WIDE_COLUMNS_PER_THREAD}",
         f"ROW_WARPS={warps}",
         f"WIDE_MOST_BLOCKS={WIDE_MOST_BLOCKS}",
