@@ -185,8 +185,8 @@ def info(options: argparse.Namespace) -> int:
 def _cuda_lines() -> list[tuple[str, str]]:
     try:
         import cupy
-    except ImportError as error:
-        return [("cupy", f"cannot be imported: {error}")]
+    except Exception as error:  # built for another NumPy, it raises a ValueError
+        return [("cupy", f"cannot be imported: {cli.first_line(error)}")]
     runtime = cupy.cuda.runtime
 
     def attempt(read: Any) -> str:
@@ -203,7 +203,7 @@ def _cuda_lines() -> list[tuple[str, str]]:
         ("CUDA runtime", attempt(lambda: dotted(cupy.cuda.get_local_runtime_version()))),
         ("CUDA driver", attempt(lambda: dotted(runtime.driverGetVersion()))),
         ("NVRTC", attempt(lambda: ".".join(map(str, cupy.cuda.nvrtc.getVersion())))),
-        ("kernel cache", os.environ.get("CUPY_CACHE_DIR") or str(Path("~/.cupy/kernel_cache").expanduser())),
+        ("kernel cache", os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")),
     ]
     try:
         count = runtime.getDeviceCount()

@@ -117,6 +117,14 @@ class CudaStream:
         return 0, self._pointer
 
 
+def first_line(error: BaseException) -> str:
+    """Of what an error says; of what CuPy says around one of its libraries', of that."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" =")]
+    if "Original error:" in lines[:-1]:
+        lines = lines[lines.index("Original error:") + 1 :]
+    return (lines or [type(error).__name__])[0].rstrip(".")
+
+
 class Device:
     """CUDA memory, as CuPy manages it."""
 
@@ -126,10 +134,9 @@ class Device:
     def __init__(self) -> None:
         try:
             self.cupy: Any = importlib.import_module("cupy")
-        except ImportError as error:
-            reason = str(error).strip().partition("\n")[0]
+        except Exception as error:  # built for another NumPy, it raises a ValueError
             raise ImportError(
-                f"arrays on a CUDA device need CuPy, which cannot be imported ({reason}): "
+                f"arrays on a CUDA device need CuPy, which cannot be imported ({first_line(error)}): "
                 "it comes with cupynorm's extra cuda12 or cuda13"
             ) from error
         self._make, self._alloc = _maker_of(self.cupy), self.cupy.cuda.alloc
@@ -370,6 +377,8 @@ class Foreign:
                 raise
             except dlpack.UnsupportedType as error:
                 raise ValueError(f"{label}: {error}") from None
+            except MemoryError:
+                raise
             except Exception as error:  # whatever the producer raises: BufferError, RuntimeError, its own types
                 raise _no_export(value, label, error) from error
             if position >= written and (view.read_only or self._framework in IMMUTABLE_FRAMEWORKS):
@@ -610,7 +619,8 @@ def _no_export(value: Any, label: str, error: Exception) -> TypeError:
     is_deleted = getattr(value, "is_deleted", None)  # JAX's
     if callable(is_deleted) and is_deleted() is True:
         return TypeError(f"{label}: {_type_name(type(value))} was deleted, or donated; one that has memory is needed")
-    return TypeError(f"{label}: {_type_name(type(value))} cannot be exported through DLPack: {error}")
+    reason = str(error) or type(error).__name__
+    return TypeError(f"{label}: {_type_name(type(value))} cannot be exported through DLPack: {reason}")
 
 
 def mixed_devices(label: str, got: int | None, needed: int | None) -> TypeError:

@@ -20,6 +20,7 @@ import numpy as np
 import cupynorm
 
 from . import bench, numpy_backend, report
+from .arrays import first_line as first_line
 from .problem import MOST_COLUMNS
 
 Number = TypeVar("Number", int, float)
@@ -168,7 +169,7 @@ def usable_cupy() -> tuple[Any, str]:
     """CuPy, where its device answers and can compile; else None and the reason."""
     try:
         import cupy
-    except ImportError as error:
+    except Exception as error:  # built for another NumPy, it raises a ValueError
         installed = version("cupy") or version("cupy-cuda12x") or version("cupy-cuda13x")
         return None, f"CuPy cannot be imported ({first_line(error)})" if installed else "CuPy is not installed"
     try:
@@ -190,10 +191,6 @@ def needed_cupy() -> Any:
     if cupy is None:
         raise UsageError(f"a CUDA device and CuPy are needed: {reason}")
     return cupy
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def version(distribution: str) -> str | None:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from .arrays import Handed, Layout, MadeByTorch, WayBack, home_of, mixed_devices, tell_of_writing, way_in
 from .dlpack import contiguous_strides
 from .problem import (
@@ -139,6 +141,8 @@ def plan_of(operation: Operation, layouts: tuple[Layout | None, ...], *options: 
 def _spec_of(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: Any, *others: Any) -> ArraySpec:
     if strides is None:
         strides = contiguous_strides(shape, dtype.itemsize)
+    if dtype.metadata and (plain := np.dtype(dtype.type)) == dtype:
+        dtype = plain  # equal dtypes share a plan, and so its results' dtypes
     return ArraySpec(tuple(shape), strides, dtype, *others)  # PyTorch's tuples print another way
 
 

@@ -25,8 +25,10 @@ _TENSOR = struct.Struct("P2i iBBH2PQ")
 # DLManagedTensorVersioned before its DLTensor: version (major, minor), manager_ctx, deleter, flags
 _HEADER = struct.Struct("2I2PQ")
 
-_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_get_pointer.restype, _get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+# An object of its own: that in ctypes.pythonapi is everybody's, with what others set for its result.
+_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 
 _IEEE_FLOAT, _BFLOAT = 2, 4  # kDLFloat, kDLBfloat
 _CODES = {0: "i", 1: "u", _IEEE_FLOAT: "f", 5: "c"}  # kDLInt, kDLUInt, kDLFloat, kDLComplex

@@ -385,13 +385,19 @@ class _Helpers:
                 self._changed.notify_all()
 
     def dismiss(self) -> None:
-        with self._changed:
-            self._work = None
+        interrupted: BaseException | None = None
+        while True:
             try:
-                self._changed.wait_for(lambda: not self._busy)
-            except BaseException:  # interrupted: not before they have stopped
-                self._changed.wait_for(lambda: not self._busy)
-                raise
+                with self._changed:
+                    self._work = None
+                    self._changed.wait_for(lambda: not self._busy)
+                break
+            except BaseException as error:  # however often it is interrupted: not before they have stopped
+                # Interrupted where it has just given back its lock, a condition says that it has none.
+                cause = error.__context__ if isinstance(error, RuntimeError) else None
+                interrupted = interrupted or cause or error
+        if interrupted is not None:
+            raise interrupted
 
     def raise_what_they_raised(self) -> None:
         if self._raised:

@@ -6,6 +6,7 @@ The same bodies run on the host and (under the gpu mark) on CUDA devices.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -537,6 +538,67 @@ def test_cuda_arrays_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     x = OnCuda(np.ones((2, 4), np.float32))
     with pytest.raises(ImportError, match=r"need CuPy, which .* extra cuda12 or cuda13"):
         cupynorm.rmsnorm_forward(x)
+
+
+CUPYS_BANNER = f"""
+{"=" * 64}
+Failed to import CuPy.
+
+If you installed CuPy via wheels, make sure that the package matches with the version of CUDA installed.
+
+Original error:
+  ImportError: libcudart.so.12: cannot open shared object file: No such file or directory
+{"=" * 64}
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ImportError(CUPYS_BANNER), "ImportError: libcudart.so.12: cannot open shared object file"),
+        (ValueError("numpy.dtype size changed, may indicate binary incompatibility"), "numpy.dtype size changed"),
+        (ImportError(""), "ImportError"),
+    ],
+)
+def test_why_cupy_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str) -> None:
+    """The cause, in one line."""
+
+    def refuse(name: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(arrays.importlib, "import_module", refuse)
+    arrays.device_home.cache_clear()
+    with pytest.raises(ImportError, match="need CuPy, which cannot be imported") as raised:
+        cupynorm.rmsnorm_forward(OnCuda(np.ones((2, 4), np.float32)))
+    assert f"({reason}" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert "==" not in str(raised.value)
+
+
+def test_what_others_set_for_a_function_of_pythons_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ctypes.pythonapi` has one object of it for all."""
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    before = get_pointer.restype
+    monkeypatch.setattr(get_pointer, "restype", ctypes.POINTER(ctypes.c_char))
+    test_any_framework_with_dlpack(monkeypatch, "rmsnorm", True)
+    monkeypatch.setattr(get_pointer, "restype", before)
+    test_any_framework_with_dlpack(monkeypatch, "rmsnorm", False)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError("none left"), pytest.raises(MemoryError, match="none left")),
+        (RuntimeError(), pytest.raises(TypeError, match="cannot be exported through DLPack: RuntimeError")),
+    ],
+)
+def test_errors_of_a_producer(error: Exception, expected: Any) -> None:
+    class Fails(Foreign):
+        def __dlpack__(self, **options: Any) -> Any:
+            raise error
+
+    with expected:
+        cupynorm.rmsnorm_forward(Fails(np.ones((2, 4), np.float32)))
 
 
 def test_numbers_in_place_of_arrays() -> None:

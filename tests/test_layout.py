@@ -30,6 +30,7 @@ from helpers import (
 )
 from tolerances import check, db_bound, dw_bound, dx_bound
 
+import cupynorm
 from cupynorm.numpy_backend import reference_backward
 
 ROWS = 12
@@ -275,3 +276,20 @@ def test_out(xp: Any, norm: str, given: tuple[bool, bool, bool]) -> None:
         assert all(result is wanted for result, wanted in zip(got, out, strict=True) if wanted is not None)
         assert_same_bits(got, backward(norm, tensors, has_bias=True))
     assert_same_bits(backward(norm, first, has_bias=True, out=out), backward(norm, first, has_bias=True))
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+@pytest.mark.parametrize("first", [False, True], ids=["plain first", "metadata first"])
+def test_what_a_dtype_says_of_its_array_is_no_other_results(name: str, first: bool) -> None:
+    """Equal dtypes may carry metadata, and share a plan."""
+    from cupynorm import dispatch
+
+    dispatch.plan_of.cache_clear()
+    x = np.ones((6, 12), DTYPES[name])
+    marked = x.view(np.dtype(DTYPES[name], metadata={"unit": "m"}))
+    assert marked.dtype.metadata
+    for each in (marked, x) if first else (x, marked):
+        y, rstd = cupynorm.rmsnorm_forward(each)
+        assert y.dtype == x.dtype
+        assert not y.dtype.metadata
+        assert not rstd.dtype.metadata

@@ -119,6 +119,15 @@ def test_main_job_on_cuda() -> None:
 # --- info -------------------------------------------------------------------------------------------------
 
 
+def test_info_without_a_home(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a user whom nobody knows has none, in a container, say."""
+    pytest.importorskip("cupy")
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # Path.expanduser() then raises
+    assert main_in_process("info") == 0
+    assert "~/.cupy/kernel_cache" in capsys.readouterr().out
+
+
 def test_info_names_versions_and_places(tmp_path: Path) -> None:
     done = run("info", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

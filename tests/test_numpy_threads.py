@@ -108,6 +108,31 @@ def test_an_error_of_a_helper_is_the_calls(monkeypatch: pytest.MonkeyPatch) -> N
         gc.enable()
 
 
+def lock_is_lost() -> RuntimeError:
+    """What a condition says if it is interrupted where it has just given back its lock."""
+    error = RuntimeError("cannot release un-acquired lock")
+    error.__context__ = KeyboardInterrupt("first")
+    return error
+
+
+@pytest.mark.parametrize("first", [KeyboardInterrupt("first"), lock_is_lost()], ids=["interrupt", "lock"])
+def test_helpers_have_stopped_however_often_one_interrupts(monkeypatch: pytest.MonkeyPatch, first: Exception) -> None:
+    helpers = numpy_backend._Helpers(lambda: None)
+    helpers._busy = 1
+    raised: list[BaseException] = [first, KeyboardInterrupt("second"), KeyboardInterrupt("third")]
+
+    def wait_for(over: Callable[[], bool]) -> bool:
+        if raised:
+            raise raised.pop(0)
+        helpers._busy = 0
+        return over()
+
+    monkeypatch.setattr(helpers._changed, "wait_for", wait_for)
+    with pytest.raises(KeyboardInterrupt, match="first"):
+        helpers.dismiss()
+    assert helpers._busy == 0
+
+
 @pytest.mark.parametrize("threads", ["1", "4"])
 @pytest.mark.parametrize("when", ["atexit", "in a thread that outlives the main one"])
 @pytest.mark.parametrize("before", ["", "cupynorm.rmsnorm_forward(x)"], ids=["first call", "later call"])
