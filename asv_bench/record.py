@@ -53,6 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is taken back
     try:
         commits = [git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}", say=name) for name in options.commits]
+        if changed := git("status", "--porcelain", "--", "asv.conf.json", "asv_bench/*.py"):
+            raise Failure(
+                f"the benchmarks have changes of which a record says nothing: {', '.join(changed.split()[1::2])}"
+            )
         for number, commit in enumerate(commits, 1):
             print(f"[{number}/{len(commits)}] {git('log', '-1', '--format=%h %s', commit)}", flush=True)
             record(commit, options)
@@ -88,7 +92,10 @@ def record(commit: str, options: argparse.Namespace) -> None:
             written = [path for path, _ in files_of(machine) - before if path.name.startswith(commit[:8])]
             if not written:
                 raise Failure(f"asv recorded nothing for {commit[:8]} (its exit status: {status})")
-            rename_environment(written[0], about, keeps_others=bool(options.bench))
+            failed = rename_environment(written[0], about, keeps_others=bool(options.bench))
+            if status or failed:
+                names = f", without figures of {', '.join(failed)}" if failed else ""
+                raise Failure(f"{commit[:8]} is recorded{names}: asv's exit status is {status}")
         finally:
             git("worktree", "remove", "--force", str(worktree))
 
@@ -99,9 +106,23 @@ def run_to_the_end(command: list[str], environment: dict[str, str]) -> int:
         try:
             return process.wait()
         except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
+            for member in members_of_session(
+                process.pid
+            ):  # those that benchmarks start have process groups of their own
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member, signal.SIGTERM)
             raise
+
+
+def members_of_session(leader: int) -> list[int]:
+    """Its processes, as Linux has them; elsewhere the leader alone."""
+    members = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            fields = path.read_text().rpartition(")")[2].split()  # state, parent, group, session, …
+            if int(fields[3]) == leader:
+                members.append(int(path.parent.name))
+    return members or [leader]
 
 
 def files_of(machine: str) -> set[tuple[Path, int]]:
@@ -138,10 +159,16 @@ def save_machine(name: str, gpu: str) -> None:
     MachineCollection.save(name, fields | {"machine": name, "gpu": gpu})
 
 
-def rename_environment(path: Path, about: dict[str, str], keeps_others: bool) -> None:
+def rename_environment(path: Path, about: dict[str, str], keeps_others: bool) -> list[str]:
     """asv names an existing environment after its path; versions say more, on any machine. Figures of benchmarks that
-    were left out this time may stay."""
+    were left out this time may stay. Returns the benchmarks that failed."""
     result = json.loads(path.read_text(encoding="utf-8"))
+    # What is not available is NaN.
+    failed = [
+        name.removeprefix("benchmarks.")
+        for name, (figures, *_) in result["results"].items()
+        if None in (figures or [None])
+    ]
     python = ".".join(about["python"].split(".")[:2])
     versions = {name: about[name] for name in ("numpy", "cupy") if name in about}
     name = "-".join([f"existing-py{python}", *(f"{name}{version}" for name, version in versions.items())])
@@ -154,6 +181,7 @@ def rename_environment(path: Path, about: dict[str, str], keeps_others: bool) ->
         for key in ("results", "durations"):
             result[key] = before.get(key, {}) | result.get(key, {})
     target.write_text(json.dumps(result, sort_keys=True, indent=1) + "\n", encoding="utf-8")
+    return failed
 
 
 def git(*arguments: str, say: str = "") -> str:

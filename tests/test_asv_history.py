@@ -1,4 +1,5 @@
-"""No bandwidth in asv_bench/results falls by over 3% from one recorded commit to the next without being accepted.
+"""No bandwidth in asv_bench/results falls by over 3%, or fails, from the commit that last has it to the last recorded
+one without being accepted.
 
 To accept a fall, write a line into asv_bench/NOTES.md that holds the word "accepted", the commit (at least 7 digits)
 and the benchmark as the failure names it, with its parameters or, for all of them, without:
@@ -13,7 +14,7 @@ import json
 import math
 import re
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,23 @@ def recorded(results: Path, order: list[str]) -> dict[str, list[Commit]]:
 
 def bandwidths(name: str, values: dict[str, Any]) -> dict[str, float]:
     combinations = itertools.product(*values["params"] or [])
-    figures = values["result"] or []
+    figures = values["result"] or itertools.repeat(None)
     named = {
         f"{name}({', '.join(text.strip(chr(39)) for text in combination)})" if combination else name: figure
-        for combination, figure in zip(combinations, figures, strict=True if figures else False)
+        for combination, figure in zip(combinations, figures, strict=False)
     }
-    return {key: figure for key, figure in named.items() if figure is not None and not math.isnan(figure)}
+    # One that failed has no figure, one that is not available NaN.
+    return {key: figure or 0.0 for key, figure in named.items() if figure is None or not math.isnan(figure)}
+
+
+def with_last_figures(commits: list[Commit]) -> list[Commit]:
+    """The commits before the last, each with the figures that none between has."""
+    seen: set[str] = set()
+    found = []
+    for commit in reversed(commits[:-1]):
+        found.append(replace(commit, gbps={key: value for key, value in commit.gbps.items() if key not in seen}))
+        seen |= commit.gbps.keys()
+    return found
 
 
 def falls(older: Commit, newer: Commit, notes: str) -> list[str]:
@@ -105,7 +117,7 @@ def git_order(folder: Path) -> list[str]:
 
 def test_no_recorded_bandwidth_fell() -> None:
     machines = recorded(RESULTS, git_order(ROOT)) if (RESULTS / "benchmarks.json").is_file() else {}
-    pairs = [commits[-2:] for commits in machines.values() if len(commits) > 1]
+    pairs = [(older, commits[-1]) for commits in machines.values() for older in with_last_figures(commits)]
     if not pairs:
         pytest.skip("asv_bench/results/ has no machine with bandwidths of two commits yet: nothing to compare")
     notes = NOTES.read_text(encoding="utf-8")
@@ -120,7 +132,7 @@ NAME = "CudaBackward.track_gbps"
 
 
 def write_results(
-    folder: Path, machine: str, commit: str, date: int, gbps: list[float | None], version: str = "1"
+    folder: Path, machine: str, commit: str, date: int, gbps: list[float | None] | None, version: str = "1"
 ) -> None:
     """A file of asv's: two bandwidths with parameters, and one figure that is no bandwidth."""
     about = {
@@ -154,11 +166,14 @@ def write_results(
         ([4000, 3000], [3879, 3100], ["1024"]),  # 3.03%
         ([4000, 3000], [2000, 1500], ["1024", "4096"]),
         ([4000, math.nan], [4000, 100], []),  # was not available
-        ([4000, 3000], [4000, None], []),  # failed, or is not there any more
+        ([4000, 3000], [4000, math.nan], []),  # is not any more
+        ([4000, 3000], [4000, None], ["4096"]),  # failed
+        ([4000, 3000], None, ["1024", "4096"]),  # altogether
+        ([4000, None], [4000, 3000], []),
     ],
 )
 def test_a_fall_is_found(
-    before: list[float | None], after: list[float | None], fallen: list[str], tmp_path: Path
+    before: list[float | None], after: list[float | None] | None, fallen: list[str], tmp_path: Path
 ) -> None:
     write_results(tmp_path, "gpu", OLD, 1, before)
     write_results(tmp_path, "gpu", NEW, 2, after)
@@ -200,6 +215,17 @@ def test_commits_are_in_the_order_of_git_else_of_their_dates(tmp_path: Path) -> 
     assert order([]) == [OLD, NEW, OTHER]
     assert order([OLD, OTHER, NEW]) == [NEW, OTHER, OLD]
     assert order([OLD, NEW]) == [OLD, NEW, OTHER]  # one that git does not know
+
+
+def test_figures_are_held_against_the_last_that_there_are(tmp_path: Path) -> None:
+    """A commit between, of which others were measured, hides none."""
+    write_results(tmp_path, "gpu", OLD, 1, [4000, 3000])
+    write_results(tmp_path, "gpu", OTHER, 2, [math.nan, 2000])
+    write_results(tmp_path, "gpu", NEW, 3, [2000, 2000])
+    (commits,) = recorded(tmp_path, []).values()
+    lines = [line for older in with_last_figures(commits) for line in falls(older, commits[-1], "")]
+    assert len(lines) == 1
+    assert f"1024) fell by 50.0%: 4000 GB/s at {OLD[:7]}, 2000 at {NEW[:7]}" in lines[0]
 
 
 def test_machines_and_versions_are_kept_apart(tmp_path: Path) -> None:

@@ -338,23 +338,42 @@ def test_a_commit_that_is_measured_anew(keeps_others: bool, tmp_path: Path) -> N
     about = {"python": "3.11.7", "numpy": "2.4.6"}
     for name, figure in (("one", 1), ("two", 2), ("one", 3)):
         of_asv = tmp_path / "01234567-existing-path.json"
-        result = {"commit_hash": "0123456789", "params": {}, "results": {name: [figure]}, "durations": {name: 1.0}}
+        result = {"commit_hash": "0123456789", "params": {}, "results": {name: [[figure]]}, "durations": {name: 1.0}}
         of_asv.write_text(json.dumps(result), encoding="utf-8")
-        record.rename_environment(of_asv, about, keeps_others)
+        assert record.rename_environment(of_asv, about, keeps_others) == []
     (target,) = tmp_path.iterdir()
     assert target.name == "01234567-existing-py3.11-numpy2.4.6.json"
     found = json.loads(target.read_text(encoding="utf-8"))
-    assert found["results"] == {"one": [3]} | ({"two": [2]} if keeps_others else {})
+    assert found["results"] == {"one": [[3]]} | ({"two": [[2]]} if keeps_others else {})
     assert found["durations"].keys() == found["results"].keys()
 
 
+def test_benchmarks_that_failed_are_named(tmp_path: Path) -> None:
+    """They have no figure; what is not available is NaN."""
+    of_asv = tmp_path / "01234567-existing-path.json"
+    results = {"benchmarks.A": [None, []], "B": [[1.0, None], []], "C": [[1.0, float("nan")], []], "D": [[2.0], []]}
+    of_asv.write_text(json.dumps({"commit_hash": "0123456789", "params": {}, "results": results}), encoding="utf-8")
+    assert record.rename_environment(of_asv, {"python": "3.11.7"}, keeps_others=False) == ["A", "B"]
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
-def test_record_ends_what_it_has_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "own_group",
+    [
+        "{}",
+        pytest.param(  # as asv's have
+            "dict(preexec_fn=__import__('os').setpgrp)",
+            marks=pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no Linux"),
+        ),
+    ],
+    ids=["one group", "a group of its own"],
+)
+def test_record_ends_what_it_has_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_group: str) -> None:
     """With it, and not only the first process of these."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     inner = f"import time; pipe = open({str(pipe)!r}, 'w'); print('here', file=pipe, flush=True); time.sleep(60)"
-    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}], **{own_group})"
     wait = subprocess.Popen.wait
 
     with contextlib.ExitStack() as files:
