@@ -9,9 +9,10 @@ import argparse
 import importlib.metadata
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -38,7 +39,8 @@ class Parser(argparse.ArgumentParser):
 def guarded(program: str, command: Callable[[], int]) -> int:
     """The command's exit status, or that of what stopped it, said in one line."""
     try:
-        status = command()
+        with _ended_in_order():
+            status = command()
         print(end="", flush=True)
         return status
     except UsageError as error:
@@ -57,6 +59,20 @@ def guarded(program: str, command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         _say(f"{program}: interrupted")
         return 130
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """By SIGTERM, too, so that no unfinished file stays."""
+    try:
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    except ValueError:  # not in the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def _drop_what_stdout_cannot_take() -> None:
@@ -134,9 +150,15 @@ def plot_format(path: Path) -> str:
         formats = report.plot_formats()
     except ImportError:
         raise UsageError("argument --plot: needs matplotlib: pip install matplotlib") from None
+    except Exception as error:  # a setting that it refuses
+        raise UsageError(f"argument --plot: matplotlib cannot be used: {first_line(error)}") from None
     ending = path.suffix[1:].lower()
     if ending not in formats:
         raise UsageError(f"argument --plot: {path} should end in one of {', '.join('.' + f for f in sorted(formats))}")
+    try:
+        report.try_plot(ending)
+    except Exception as error:  # for .pgf it needs LaTeX
+        raise UsageError(f"argument --plot: matplotlib cannot write .{ending} here: {first_line(error)}") from None
     return ending
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
+import itertools
 import math
 import os
 import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -80,6 +82,16 @@ def real_path(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
+def _new_file_beside(path: Path) -> Path:
+    """Of a name that is free: a process that was killed may have left one with this process's number."""
+    for attempt in itertools.count():
+        part = path.with_name(f".{path.name[:100]}.{os.getpid()}.{attempt}.part")
+        with suppress(FileExistsError):
+            part.touch(exist_ok=False)
+            return part
+    raise AssertionError("unreachable")
+
+
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A new file to write into, which takes the path's place once all went well and vanishes if not.
@@ -91,8 +103,7 @@ def replaced(path: Path) -> Iterator[Path]:
     path = real_path(path)
     if path.exists() and not os.access(path, os.W_OK):
         raise OSError(f"{path} is write-protected")
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.touch(exist_ok=False)
+    part = _new_file_beside(path)
     try:
         if path.exists():
             shutil.copymode(path, part)
@@ -131,10 +142,19 @@ def write_rows(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) -
 
 
 def plot_formats() -> set[str]:
-    """File name endings that `write_plot` can write. Raises ImportError without matplotlib."""
+    """File name endings that matplotlib knows. Raises ImportError without it."""
     from matplotlib.figure import Figure
 
     return set(Figure().canvas.get_supported_filetypes())
+
+
+def try_plot(file_format: str) -> None:
+    """Raises what matplotlib does where it cannot write that: some formats need other programs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1, 1))
+    figure.text(0, 0, "N")
+    figure.savefig(io.BytesIO(), format=file_format)
 
 
 def write_plot(path: Path, measurements: Sequence[Measurement], file_format: str) -> None:

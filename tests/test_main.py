@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,52 @@ def test_plot_without_matplotlib(
     assert main_in_process(*ONE, "--plot", str(tmp_path / "figures.png")) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["plot_formats", "try_plot"])
+def test_pictures_that_cannot_be_drawn_here(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As .pgf, which needs LaTeX, or with settings that matplotlib refuses: found before anything is measured."""
+    pytest.importorskip("matplotlib")
+
+    def refuse(*_: str) -> None:
+        raise RuntimeError("'xelatex' not found")
+
+    monkeypatch.setattr(report, name, refuse)
+    monkeypatch.setattr(bench, "measure_case", lambda *_, **__: pytest.fail("measured before the input was checked"))
+    assert main_in_process(*ONE, "--plot", str(tmp_path / "figures.png"), "--csv", str(tmp_path / "f.csv")) == 2
+    assert_one_line_of_error(capsys, ["--plot", "matplotlib", "'xelatex' not found"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no signals of this kind here")
+def test_a_process_that_is_told_to_end_leaves_no_file(tmp_path: Path) -> None:
+    """By SIGTERM, as `timeout` does."""
+    command = [sys.executable, "-m", "cupynorm", "bench", "--shape", "8192x4096", "--device", "numpy", "--csv", "f.csv"]
+    environment = os.environ | {"PYTHONPATH": str(Path(cupynorm.__file__).parent.parent)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as one:
+        deadline = time.monotonic() + 60
+        while not any(tmp_path.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert [path.suffix for path in tmp_path.iterdir()] == [".part"]
+        one.terminate()
+        assert one.wait(60) == 143
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_has_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    """Also if it had this process's number; names may be as long as they can be."""
+    target = tmp_path / ("f" * 251 + ".csv")
+    for _ in range(2):
+        left = tmp_path / f".{target.name[:100]}.{os.getpid()}.0.part"
+        left.touch()
+        with report.replaced(target) as part:
+            part.write_text("figures")
+        assert target.read_text() == "figures"
+        assert {*tmp_path.iterdir()} == {left, target}
 
 
 def test_bfloat16_without_its_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
