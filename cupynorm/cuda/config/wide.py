@@ -24,11 +24,11 @@ WIDE_WARPS, WIDE_ROWS, WIDE_STAGES, WIDE_READERS, WIDE_LAPS, WIDE_MOST_BLOCKS = 
 WIDE_THREADS = (WIDE_WARPS + 2 + WIDE_READERS) * WARP  # of a block, with those that do not work on rows
 
 # Columns of a block, at least, by warps that share a row (131072, where blocks have 1024: 100 MB 35.4 → 33.8 us, 1 GB
-# 238.9 → 237.7; but 98304, with 768, 35.7 → 36.1, 240.1 → 245.4; 196608, with 1536, 37.3 → 35.1, 242.1 → 241.6, but
+# 238.9 → 237.7; but 98304, with 768, 35.7 → 36.1, 240.1 → 245.4; 196608, with 1536, 36.1 → 34.5, but 239.0 → 245.4, and
 # 163840, with 1280, 36.9 → 37.1, 245.6 → 258.8).
 WIDE_LEAST_COLUMNS = {4: 1024, 8: 1536}
 
-# Fewer blocks were not timed.
+# Fewer blocks than 124 were not timed.
 WIDE_LEAST_BLOCKS = 120
 
 
