@@ -23,7 +23,8 @@ import subprocess
 import sys
 import time
 import tokenize
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,25 @@ def function_name(nodeid: str) -> str:
     return f"{Path(path).name}::{test.partition('[')[0]}"
 
 
+def mark(nodeid: str) -> str:
+    """Of a test's id, short enough for a record to have all cases."""
+    return hashlib.sha256(nodeid.encode()).hexdigest()[:6]
+
+
+def marks_of(nodeids: Iterable[str]) -> dict[str, str]:
+    """Of each test function's cases."""
+    marks: defaultdict[str, list[str]] = defaultdict(list)
+    for nodeid in nodeids:
+        marks[function_name(nodeid)].append(mark(nodeid))
+    return {name: " ".join(sorted(of_function)) for name, of_function in sorted(marks.items())}
+
+
+def lacking(record: dict[str, Any], nodeids: list[str]) -> list[str]:
+    """The tests that are in no function of a record; none where it is from before records had their cases."""
+    cases = {name: set(marks.split()) for name, marks in record.get("cases", {}).items()}
+    return [nodeid for nodeid in nodeids if cases and mark(nodeid) not in cases.get(function_name(nodeid), set())]
+
+
 def problems(record: dict[str, Any], digest: str, nodeids: list[str]) -> list[str]:
     """What keeps a record from vouching for a tree with this digest and these GPU tests; empty if nothing does."""
     found = []
@@ -97,6 +117,8 @@ def problems(record: dict[str, Any], digest: str, nodeids: list[str]) -> list[st
     functions = {function_name(nodeid) for nodeid in nodeids}
     if missing := sorted(functions - set(record["functions"])):
         found.append(f"it lacks {', '.join(missing)}")
+    if cases := [nodeid for nodeid in lacking(record, nodeids) if function_name(nodeid) not in missing]:
+        found.append(f"it lacks {len(cases)} of the tree's cases, {cases[0]} among them")
     if record["collected"] < len(nodeids):
         found.append(f"it has {record['collected']} GPU tests, the tree has {len(nodeids)}")
     if (ran := record["passed"] + record["failed"] + record["skipped"]) != record["collected"]:
@@ -106,7 +128,7 @@ def problems(record: dict[str, Any], digest: str, nodeids: list[str]) -> list[st
 
 _COUNTS, _LISTS = ("collected", "passed", "failed", "skipped"), ("failures", "functions")
 _GONE = "failures_of_cases_gone"
-_OF_RESULTS = {"date_utc", "skip_reasons", _GONE, *_COUNTS, *_LISTS}  # the rest says what ran where
+_OF_RESULTS = {"date_utc", "skip_reasons", "cases", _GONE, *_COUNTS, *_LISTS}  # the rest says what ran where
 
 
 def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -124,8 +146,10 @@ def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     whole = {key: sum(part[key] for part in parts) for key in _COUNTS}
     whole |= {key: sorted(entry for part in parts for entry in part[key]) for key in _LISTS}
     whole |= {"date_utc": max(part["date_utc"] for part in parts), "skip_reasons": dict(sorted(skip_reasons.items()))}
+    if all("cases" in part for part in parts):
+        whole["cases"] = dict(sorted(entry for part in parts for entry in part["cases"].items()))
     gone = sorted(entry for part in parts for entry in part.get(_GONE, []))
-    keys = [key for key in parts[0] if key != _GONE]
+    keys = [key for key in parts[0] if key != _GONE and (key != "cases" or key in whole)]
     return {key: first.get(key, whole.get(key)) for key in keys} | ({_GONE: gone} if gone else {})
 
 
@@ -145,6 +169,8 @@ def made_good(
         raise ValueError("the later run is of another machine, versions or sources")
     if later["date_utc"] <= (failed_utc or record["date_utc"]):
         raise ValueError("the later run is not later")
+    if lacking(later, [nodeid for nodeid in nodeids if function_name(nodeid) in later["functions"]]):
+        raise ValueError("the later run is of other cases than the tree's")
     if not whole == later["collected"] == ran:
         raise ValueError(f"the later run has {ran} results of {later['collected']} tests, the tree has {whole}")
     if later["skipped"]:
@@ -254,6 +280,7 @@ class Recorder:
             "failures": sorted(nodeid for nodeid, outcome in outcomes.items() if outcome == "failed"),
             "skip_reasons": dict(sorted(skip_reasons.items())),
             "functions": sorted({function_name(nodeid) for nodeid in cases}),
+            "cases": marks_of(cases),
         }
         unfinished = self.path.with_name(self.path.name + ".new")
         unfinished.write_text(json.dumps(record, indent=2) + "\n")

@@ -19,6 +19,7 @@ from gpu_record import (
     function_name,
     functions_of,
     made_good,
+    marks_of,
     problems,
     source_digest,
     together,
@@ -49,6 +50,7 @@ def test_the_committed_record_vouches_for_this_tree(request: pytest.FixtureReque
 
 def test_a_complete_record_is_accepted() -> None:
     assert problems(GOOD, "d", NODEIDS) == []
+    assert problems(GOOD | {"cases": marks_of(NODEIDS)}, "d", NODEIDS) == []
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,10 @@ def test_a_complete_record_is_accepted() -> None:
         ({"functions": ["test_a.py::test_one"]}, "it lacks test_a.py::test_two"),
         ({"collected": 2}, "it has 2 GPU tests, the tree has 3"),
         ({"passed": 1}, "3 GPU tests were collected in it, but 2 have a result"),
+        (
+            {"cases": marks_of([*NODEIDS[1:], "tests/test_a.py::test_two[more]"])},
+            f"1 of the tree's cases, {NODEIDS[0]}",
+        ),
     ],
 )
 def test_each_defect_of_a_record_is_named(change: dict[str, object], message: str) -> None:
@@ -115,6 +121,7 @@ def test_the_recorder_counts_each_test_once(tmp_path) -> None:
     assert record["failures"] == ["tests/test_a.py::test_one[1]"]
     assert record["skip_reasons"] == {NEEDS_TWO_DEVICES: 1}
     assert record["functions"] == ["test_a.py::test_one", "test_a.py::test_two"]
+    assert record["cases"] == marks_of(NODEIDS)
 
 
 def test_a_run_that_is_cut_off_leaves_what_it_is_through_with(tmp_path: Path) -> None:
@@ -188,6 +195,15 @@ def test_parts_make_one_record() -> None:
     for change in ({"device": "another"}, {"sources_sha256": "other"}, {"functions": ["test_a.py::test_two"]}):
         with pytest.raises(ValueError, match=r"the parts are of different|in two parts: test_a\.py::test_two"):
             together([first, second | change])
+
+
+def test_parts_have_their_cases_together() -> None:
+    """Where all have them."""
+    other = ["tests/test_b.py::test_one"]
+    first = {"date_utc": "2", **GOOD, "cases": marks_of(NODEIDS)}
+    second = first | {"functions": ["test_b.py::test_one"], "cases": marks_of(other)}
+    assert together([second, first])["cases"] == marks_of([*NODEIDS, *other])
+    assert "cases" not in together([first, {key: value for key, value in second.items() if key != "cases"}])
 
 
 def test_a_later_run_of_a_function_that_failed_makes_it_good() -> None:
