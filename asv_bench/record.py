@@ -106,9 +106,8 @@ def run_to_the_end(command: list[str], environment: dict[str, str]) -> int:
         try:
             return process.wait()
         except BaseException:
-            for member in members_of_session(
-                process.pid
-            ):  # those that benchmarks start have process groups of their own
+            # Those that benchmarks start have process groups of their own.
+            for member in members_of_session(process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(member, signal.SIGTERM)
             raise
