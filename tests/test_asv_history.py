@@ -60,11 +60,11 @@ def recorded(results: Path, order: list[str]) -> dict[str, list[Commit]]:
 
 
 def bandwidths(name: str, values: dict[str, Any]) -> dict[str, float]:
-    combinations = itertools.product(*values["params"] or [])
-    figures = values["result"] or itertools.repeat(None)
+    combinations = list(itertools.product(*values["params"] or []))
+    figures = values["result"] or [None] * len(combinations)
     named = {
         f"{name}({', '.join(text.strip(chr(39)) for text in combination)})" if combination else name: figure
-        for combination, figure in zip(combinations, figures, strict=False)
+        for combination, figure in zip(combinations, figures, strict=True)
     }
     # One that failed has no figure, one that is not available NaN.
     return {key: figure or 0.0 for key, figure in named.items() if figure is None or not math.isnan(figure)}

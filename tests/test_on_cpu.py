@@ -1090,7 +1090,7 @@ def test_rows_that_all_blocks_share_and_what_is_not_wanted(
         out += [device.array((columns + offset,), dtype)[offset:] for _ in names[1:]]
         results = backward(norm, replace(placed, w=w), has_bias=case.has_bias, out=tuple(out))
         check_backward(
-            replace(case, w=np.dtype(dtype).name),
+            replace(case, w=name),
             replace(tensors, w=values(w).copy()),
             run(device, results, "backward_wide"),
         )
