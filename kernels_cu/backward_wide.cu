@@ -23,7 +23,8 @@
 //
 // Compile-time switches, beside those of backward.cuh (COLUMNS_PER_THREAD is one vector):
 //   ROW_WARPS  warps of a block that share a row     OFF_LINES  1: rows do not all begin at whole lines of memory (staged.cuh)
-//   WIDE_MOST_BLOCKS, WIDE_REGION_BYTES, WIDE_ARGUMENT_BYTES  as config/wide.py has them
+//   WIDE_…     as config/wide.py has them: warps that work on rows and rows of each, stages, warps that read sums, laps of entries,
+//              blocks at most, bytes of a region and of the arguments
 #include "backward.cuh"
 #include "pipeline.cuh"
 #include "slab.cuh"
@@ -33,25 +34,22 @@
 #endif
 
 static_assert(kVectors == 1 && VECTOR && sizeof(X) == sizeof(Dy) && sizeof(Compute) == 4, "a vector of a row, and float sums");
-constexpr int kWarps = 8, kThreads = 32 * kWarps;  // that work on rows
+constexpr int kWarps = WIDE_WARPS, kThreads = 32 * kWarps;  // that work on rows
 constexpr int kRowWarps = ROW_WARPS, kGroups = kWarps / kRowWarps;
-constexpr int kRows = 4, kStepRows = kGroups * kRows;
+constexpr int kRows = WIDE_ROWS, kStepRows = kGroups * kRows;
 static_assert(kStepRows <= 32 && kWarps * kRows <= 32, "a lane for each row, and for each warp's part of one");
+static_assert(kRowsPerFlush % kRows == 0, "sums of rows are added up between two steps");
 
 // Steps of the ring, and from a row's first half to its second: one is at work, three wait for their sums, two are on their way.
-constexpr int kStages = 6, kBehind = 3;
+constexpr int kStages = WIDE_STAGES, kBehind = 3;
 // Warps that read, in turn, each all blocks' sums of a step, and for so many of these: a multiprocessor's block, and its rows.
-constexpr int kReaders = 2, kMostBlocks = WIDE_MOST_BLOCKS, kReads = (kStepRows * kMostBlocks + 31) / 32;
-// Steps that the block itself posts before they read: by then other blocks' sums are mostly there, and reading these again and again
-// slows down who stores them (1 GB, 262144, RMSNorm, with one and two, 247.6, 236.6 us, LayerNorm 243.9, 241.2; but 131072, LayerNorm,
-// 240.8, 249.4).
-constexpr int kLag = kLayerNorm && kRowWarps == 4 ? 1 : 2;
-static_assert(kLag < kBehind, "what waits for sums is there");
+constexpr int kReaders = WIDE_READERS, kMostBlocks = WIDE_MOST_BLOCKS, kReads = (kStepRows * kMostBlocks + 31) / 32;
 constexpr int kAllThreads = kThreads + 64 + 32 * kReaders;
 
 // A warp that posts sums j has collected those of step j − kBehind − 1, which all blocks then had stored.
-constexpr int kSlots = 8, kLaps = 8;  // of sums in a block, and of entries in memory: powers of two
+constexpr int kSlots = 8, kLaps = WIDE_LAPS;  // of sums in a block, and of entries in memory: powers of two
 static_assert(kSlots >= kBehind + 2 && kLaps >= 2 * kBehind + 2, "nobody still reads what is overwritten");
+static_assert(kLaps % kReaders == 0, "a lane reads a place in each lap, and so never misses one whose last bit would be the same");
 
 struct WideArguments {
     const X* x;
@@ -70,6 +68,9 @@ struct WideArguments {
     short w_code, dw_code;  // ElementCode
     bool aligned_sums;      // dw and db begin at multiples of 16 bytes
     bool read_once;         // x and dy need not stay in the L2 cache
+    // Steps that a block posts itself before it reads all blocks' sums of one: by then these are mostly there, and reading them
+    // again and again slows down who stores them.
+    unsigned char lag;
 };
 static_assert(sizeof(WideArguments) == WIDE_ARGUMENT_BYTES, "the Python side packs the same struct");
 
@@ -166,7 +167,7 @@ struct WideColumnSums {
     }
     __device__ void get(float (&values)[kVector]) const {
 #pragma unroll
-        for (int v = 0; v < kVector; ++v) values[v] = sum[v] + lost[v];
+        for (int v = 0; v < kVector; ++v) values[v] = lost[v] == lost[v] ? sum[v] + lost[v] : sum[v];  // which may be infinite
     }
 };
 
@@ -287,7 +288,7 @@ struct WideBlock {
         const auto number = [&](int i) { return i * 32 + lane; };
 #pragma unroll 1
         for (int j = reader; j < a.steps; j += kReaders) {
-            const int later = minimum(j + kLag, a.steps - 1);
+            const int later = minimum(j + a.lag, a.steps - 1);
             summed[slot(later)].wait(parity(later));
             Entry read[kReads];
 #pragma unroll
@@ -523,5 +524,7 @@ extern "C" __global__ void __launch_bounds__(kAllThreads, 1) backward_wide(const
     }
     // This block has all blocks' sums, so all have read which region to use.
     __syncthreads();
-    if (a.dx && blockIdx.x == 0 && threadIdx.x == 0) block.memory().launches = state.launches + 1;
+    if (a.dx && blockIdx.x == 0 && threadIdx.x == 0) {
+        asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(&block.memory().launches), "r"(state.launches + 1) : "memory");
+    }
 }

@@ -111,6 +111,7 @@ class Backward:
             _code(problem.parameter_dtype),
             sums_aligned,
             choose.reads_once(problem),
+            choose.wide_lag(config, problem),
         )
 
     def _walk(

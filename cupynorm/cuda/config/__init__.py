@@ -65,7 +65,7 @@ from .walkers import (
     slab_sums_bytes,
     sums_walkers,
 )
-from .wide import WIDE_ARGUMENTS, WIDE_ROWS, WIDE_THREADS, wide_exchange_bytes
+from .wide import WIDE_ARGUMENTS, WIDE_ROWS, WIDE_THREADS, wide_exchange_bytes, wide_lag
 
 __all__ = [
     "ANY_W",
@@ -118,5 +118,6 @@ __all__ = [
     "slab_sums_bytes",
     "sums_walkers",
     "wide_exchange_bytes",
+    "wide_lag",
     "widening_definitions",
 ]

@@ -26,6 +26,7 @@ from .backward import (
 from .common import (
     ANY_WARPS,
     CLUSTERS,
+    ITEMSIZE,
     ODD,
     ODD_BY_ELEMENT,
     ODD_MOST_CLUSTER,
@@ -79,10 +80,10 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         for threads in DIRECT_MAX_THREADS[vector][: 1 if device.has_clusters else None]:
             direct = (*definitions, *direct_definitions(columns_per_thread(x), threads, vector))
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
-        for warps, off_lines in (
-            product(WIDE_LEAST_COLUMNS, (False, True)) if may_be_wide(x, dy, vector, device) else ()
-        ):
-            yield Variant("backward_wide.cu", ("backward_wide",), (*definitions, *wide_definitions(warps, off_lines)))
+        shared_by = WIDE_LEAST_COLUMNS[ITEMSIZE[x]] if may_be_wide(x, dy, vector, device) else ()
+        for warps, off_lines in product(shared_by, (False, True)):
+            wide = (*definitions, *wide_definitions(x, warps, off_lines))
+            yield Variant("backward_wide.cu", ("backward_wide",), wide)
         for any_w in (False, True):
             split = (*definitions, *split_definitions(columns_per_thread(x), any_w))
             yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), split)

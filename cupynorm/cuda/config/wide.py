@@ -14,19 +14,21 @@ from .common import (
     divide_up,
     leaves_lines,
     name_of,
+    vector_width,
 )
 
-WIDE_ARGUMENTS = "9P4q3if2h??2x"  # struct WideArguments in backward_wide.cu
-WIDE_COLUMNS_PER_THREAD = 8  # a vector of 16 bits
+WIDE_ARGUMENTS = "9P4q3if2h??Bx"  # struct WideArguments in backward_wide.cu
 
-# kWarps, kRows, kStages, kReaders, kLaps and kMostBlocks of backward_wide.cu.
-WIDE_WARPS, WIDE_ROWS, WIDE_STAGES, WIDE_READERS, WIDE_LAPS, WIDE_MOST_BLOCKS = 8, 4, 6, 2, 8, 132
-WIDE_THREADS = (WIDE_WARPS + 2 + WIDE_READERS) * WARP  # of a block, with those that do not work on rows
+# Of a block: warps that work on rows, rows of a step for each, steps in the ring, warps that read all blocks' sums.
+WIDE_WARPS, WIDE_ROWS, WIDE_STAGES, WIDE_READERS = 8, 4, 6, 2
+WIDE_THREADS = (WIDE_WARPS + 2 + WIDE_READERS) * WARP  # with those that do not work on rows
+WIDE_LAPS, WIDE_MOST_BLOCKS = 8, 132  # steps whose sums have a place in memory, and multiprocessors
 
-# Columns of a block, at least, by warps that share a row (131072, where blocks have 1024: 100 MB 35.4 → 33.8 us, 1 GB
-# 238.9 → 237.7; but 98304, with 768, 35.7 → 36.1, 240.1 → 245.4; 196608, with 1536, 36.1 → 34.5, but 239.0 → 245.4, and
-# 163840, with 1280, 36.9 → 37.1, 245.6 → 258.8).
-WIDE_LEAST_COLUMNS = {4: 1024, 8: 1536}
+# Columns of a block, at least, by the bytes of an element and by warps that share a row, of which each thread has a
+# vector (131072, where blocks have 1024: 100 MB 35.4 → 33.8 us, 1 GB 238.9 → 237.7; but 98304, with 768, 35.7 → 36.1,
+# 240.1 → 245.4; 196608, with 1536, 36.1 → 34.5, but 239.0 → 245.4, and 163840, with 1280, 36.9 → 37.1, 245.6 → 258.8;
+# float32, 65536, with 512, 35.7 → 33.5, 239.7 → 237.8, 69632, with 544, 37.5 → 35.4, but 255.6 → 260.8).
+WIDE_LEAST_COLUMNS = {2: {4: 896, 8: 1536}, 4: {4: 448, 8: 544}}
 
 # Fewer blocks than 124 were not timed.
 WIDE_LEAST_BLOCKS = 120
@@ -38,24 +40,24 @@ def wide_config(
     """Blocks on nearly all multiprocessors, each with the same columns of all rows, as many as whole lines have; None
     where that is not chosen.
 
-    x and dy of one 16-bit type, in vectors, where memory is fast, on compute capability 9.0; `start` is that of
-    leaves_lines().
+    x and dy of one type, of 16 bits or float32, in vectors, where memory is fast, on compute capability 9.0; `start` is
+    that of leaves_lines().
     """
     x = problem.x_dtype.name
     if not may_be_wide(x, name_of(problem.dy_dtype), vector, device):
         return None
-    line = LINE_BYTES // ITEMSIZE[x]
+    line, least = LINE_BYTES // ITEMSIZE[x], WIDE_LEAST_COLUMNS[ITEMSIZE[x]]
     lines = divide_up(problem.columns, line)
     slab = divide_up(lines, min(device.multiprocessors, WIDE_MOST_BLOCKS)) * line
     blocks = divide_up(problem.columns, slab)
-    warps = next((warps for warps in WIDE_LEAST_COLUMNS if slab <= warps * WARP * WIDE_COLUMNS_PER_THREAD), None)
-    if warps is None or slab < WIDE_LEAST_COLUMNS[warps] or blocks < WIDE_LEAST_BLOCKS:
+    warps = next((warps for warps in least if slab <= warps * WARP * vector_width(x)), None)
+    if warps is None or slab < least[warps] or blocks < WIDE_LEAST_BLOCKS:
         return None
     off_lines = leaves_lines(start, *(stride * ITEMSIZE[x] for stride in (problem.x_row_stride, problem.dy_row_stride)))
     pitch = (slab + off_lines * line) * ITEMSIZE[x]  # from row to row in the ring
     return BackwardConfig(
         route="wide",
-        definitions=(*definitions, *wide_definitions(warps, off_lines)),
+        definitions=(*definitions, *wide_definitions(x, warps, off_lines)),
         threads=WIDE_WARPS * WARP,
         group_threads=warps * WARP,
         slab_columns=slab,
@@ -67,7 +69,21 @@ def wide_config(
 
 def may_be_wide(x: str, dy: str, vector: bool, device: Device) -> bool:
     """Whether there are such kernels."""
-    return x == dy and ITEMSIZE[x] == 2 and vector and device.is_fast_9_0
+    return x == dy and ITEMSIZE[x] in WIDE_LEAST_COLUMNS and vector and device.is_fast_9_0
+
+
+def wide_lag(config: BackwardConfig, problem: NormProblem) -> int:
+    """How many steps a block posts itself before it reads all blocks' sums of one.
+
+    1 GB, with one and two: 262144, RMSNorm, 247.6, 236.6 us, LayerNorm 243.9, 241.2; but 131072, LayerNorm, 240.8,
+    249.4, and where threads are idle, 122880 245.2, 246.8, 229376, LayerNorm, 244.7, 249.9.
+    """
+    itemsize = problem.x_dtype.itemsize
+    few_warps = config.group_threads < config.threads
+    idle = config.slab_columns < config.group_threads * vector_width(problem.x_dtype.name)
+    if problem.norm == "layernorm":
+        return 1 if few_warps or (idle and itemsize == 2) else 2
+    return 1 if few_warps and idle and itemsize == 2 else 2
 
 
 def _step_rows(warps: int) -> int:
@@ -75,11 +91,16 @@ def _step_rows(warps: int) -> int:
     return WIDE_WARPS // warps * WIDE_ROWS
 
 
-def wide_definitions(warps: int, off_lines: bool) -> tuple[str, ...]:
+def wide_definitions(x: str, warps: int, off_lines: bool) -> tuple[str, ...]:
     return (
         *((OFF_LINES,) if off_lines else ()),
-        f"COLUMNS_PER_THREAD={WIDE_COLUMNS_PER_THREAD}",
+        f"COLUMNS_PER_THREAD={vector_width(x)}",
         f"ROW_WARPS={warps}",
+        f"WIDE_WARPS={WIDE_WARPS}",
+        f"WIDE_ROWS={WIDE_ROWS}",
+        f"WIDE_STAGES={WIDE_STAGES}",
+        f"WIDE_READERS={WIDE_READERS}",
+        f"WIDE_LAPS={WIDE_LAPS}",
         f"WIDE_MOST_BLOCKS={WIDE_MOST_BLOCKS}",
         f"WIDE_REGION_BYTES={_region_bytes()}",
         f"WIDE_{argument_bytes(WIDE_ARGUMENTS)}",
@@ -93,4 +114,5 @@ def wide_exchange_bytes() -> int:
 
 def _region_bytes() -> int:
     """Of the entries of a launch, LayerNorm's: a pair of float32 for each block and each row of a step."""
-    return WIDE_LAPS * _step_rows(min(WIDE_LEAST_COLUMNS)) * WIDE_MOST_BLOCKS * 8
+    least_warps = min(min(least) for least in WIDE_LEAST_COLUMNS.values())
+    return WIDE_LAPS * _step_rows(least_warps) * WIDE_MOST_BLOCKS * 8
