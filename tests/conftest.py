@@ -74,6 +74,19 @@ def of_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None
     dispatch.plan_of.cache_clear()
 
 
+@pytest.fixture
+def without_wide_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Has launch choices be as where rows that all blocks could share go elsewhere: what two types, or devices that are
+    smaller, have."""
+    from cupynorm import dispatch
+    from cupynorm.cuda.config import wide
+
+    monkeypatch.setattr(wide, "WIDE_LEAST_BLOCKS", 1 << 30)
+    dispatch.plan_of.cache_clear()
+    yield
+    dispatch.plan_of.cache_clear()
+
+
 @pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
 def xp(request: pytest.FixtureRequest) -> Any:
     """numpy, and cupy on machines with a GPU."""

@@ -64,12 +64,6 @@ def backward(columns: int, x: str, dy: str, rows: int = 4096, norm: str = "layer
     )
 
 
-@pytest.fixture
-def without_wide_rows(monkeypatch):
-    """As where rows that all blocks could share go elsewhere: what two types, or devices that are smaller, have."""
-    monkeypatch.setattr(config.wide, "WIDE_LEAST_BLOCKS", 1 << 30)
-
-
 ELSEWHERE = pytest.mark.usefixtures("without_wide_rows")
 
 
@@ -1226,6 +1220,7 @@ MORE_COLUMN_BLOCKS = [
 
 
 @pytest.mark.parametrize(("norm", "columns", "megabytes", "x", "dy", "alignment", "fast", "slow"), MORE_COLUMN_BLOCKS)
+@ELSEWHERE
 def test_column_blocks_where_they_were_timed_last(norm, columns, megabytes, x, dy, alignment, fast, slow):
     row_bytes = columns * (2 * DTYPES[x].itemsize + DTYPES[dy].itemsize)
     problem = backward(columns, x, dy, rows=round(megabytes * 1e6 / row_bytes), norm=norm)
@@ -1245,6 +1240,7 @@ def test_column_blocks_where_they_were_timed_last(norm, columns, megabytes, x, d
         (114688, "float32", 224, 224),  # a slice of these is not enough for a block
     ],
 )
+@ELSEWHERE
 def test_slices_are_as_wide_as_blocks_of_any_number_of_threads(columns, name, threads, column_threads):
     problem = backward(columns, name, name, rows=6, norm="rmsnorm")
     chosen = config.backward_config(problem, 16, DEVICES["sm_90"])
@@ -1837,7 +1833,8 @@ def test_rows_that_fit_on_chip_are_read_once():
     assert {route(n, "bfloat16", hopper) for n in (1024, 8192, 65536, 90112)} == {"staged"}
     assert {route(n, "bfloat16", hopper) for n in (131072, 262144)} == {"wide"}
     assert {route(n, "bfloat16", hopper, aligned=False) for n in (1001, 8191, 65535, 131071)} == {"staged"}
-    assert {route(n, "float32", hopper) for n in (1024, 8192, 65536)} == {"staged"}
+    assert {route(n, "float32", hopper) for n in (1024, 8192, 49152, 262144)} == {"staged"}
+    assert {route(n, "float32", hopper) for n in (65536, 131072)} == {"wide"}
     assert route(262144, "float64", hopper) == "split"
     assert {route(n, "bfloat16", ampere) for n in (128, 1024, 8192)} == {"direct"}
     assert route(16384, "bfloat16", ampere) == "split"
@@ -2149,18 +2146,22 @@ def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(device, norm, columns, n
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize(
-    ("columns", "warps", "slab", "blocks"),
+    ("itemsize", "columns", "warps", "slab", "blocks"),
     [
-        *((126720, 0, 0, 0), (126728, 4, 1024, 124), (131072, 4, 1024, 128), (135168, 4, 1024, 132), (135176, 0, 0, 0)),
-        *((194304, 0, 0, 0), (194312, 8, 1536, 127), (196608, 8, 1536, 128), (229376, 8, 1792, 128)),
-        *((262144, 8, 2048, 128), (262152, 8, 2048, 129), (270336, 8, 2048, 132), (270344, 0, 0, 0)),
+        *((2, 109824, 0, 0, 0), (2, 109832, 4, 896, 123), (2, 122880, 4, 960, 128), (2, 126728, 4, 1024, 124)),
+        *((2, 131072, 4, 1024, 128), (2, 135168, 4, 1024, 132), (2, 135176, 0, 0, 0)),
+        *((2, 194304, 0, 0, 0), (2, 194312, 8, 1536, 127), (2, 196608, 8, 1536, 128), (2, 229376, 8, 1792, 128)),
+        *((2, 262144, 8, 2048, 128), (2, 262152, 8, 2048, 129), (2, 270336, 8, 2048, 132), (2, 270344, 0, 0, 0)),
+        *((4, 54912, 0, 0, 0), (4, 54916, 4, 448, 123), (4, 65536, 4, 512, 128), (4, 67584, 4, 512, 132)),
+        *((4, 67588, 8, 544, 125), (4, 98304, 8, 768, 128), (4, 131072, 8, 1024, 128), (4, 135168, 8, 1024, 132)),
+        (4, 135172, 0, 0, 0),
     ],
 )
-def test_rows_that_all_blocks_share(norm, columns, warps, slab, blocks):
-    """In vectors of one 16-bit type, where memory is as fast as an H200's, on as many multiprocessors: any number of
-    rows, whatever is wanted of them."""
+def test_rows_that_all_blocks_share(norm, itemsize, columns, warps, slab, blocks):
+    """In vectors of one type, of 16 bits or float32, where memory is as fast as an H200's, on as many multiprocessors:
+    any number of rows, whatever is wanted of them."""
     hopper = DEVICES["sm_90"]
-    for name, rows in product(("bfloat16", "float16"), (1, 17, 1 << 20)):
+    for name, rows in product(("bfloat16", "float16") if itemsize == 2 else ("float32",), (1, 17, 1 << 20)):
         problem = backward(columns, name, name, rows, norm)
         chosen = config.backward_config(problem, 16, hopper)
         assert (chosen.route == "wide") == (warps > 0)
@@ -2173,19 +2174,37 @@ def test_rows_that_all_blocks_share(norm, columns, warps, slab, blocks):
             continue
         assert (chosen.group_threads, chosen.slab_columns, chosen.slabs) == (warps * 32, slab, blocks)
         assert defined(chosen, "ROW_WARPS") == warps
-        assert ("OFF_LINES=1" in chosen.definitions, "OFF_LINES=1" in apart.definitions) == (columns % 64 != 0, True)
+        leaves = columns * itemsize % 128 != 0
+        assert ("OFF_LINES=1" in chosen.definitions, "OFF_LINES=1" in apart.definitions) == (leaves, True)
         static = 3 << 10  # more than the kernel declares
         assert max(one.shared_bytes for one in (chosen, alone, apart)) + static <= hopper.shared_bytes
-        assert 2 * chosen.shared_bytes > hopper.shared_bytes  # one block on a multiprocessor
+        assert 2 * (chosen.shared_bytes + 1024) > hopper.shared_bytes  # one block on a multiprocessor
         assert config.few_rows_blocks(chosen, problem, True, hopper) is None
         others = [
             config.backward_config(problem, 8, hopper),
-            config.backward_config(backward(columns, name, "float32", rows, norm), 16, hopper),
-            config.backward_config(backward(columns, "float32", "float32", rows, norm), 16, hopper),
+            config.backward_config(backward(columns, name, "float64", rows, norm), 16, hopper),
+            config.backward_config(backward(columns, "float64", "float64", rows, norm), 16, hopper),
             config.backward_config(problem, 16, hopper._replace(multiprocessors=119, memory_gbps=5000)),
             *(config.backward_config(problem, 16, DEVICES[other]) for other in ("sm_90_slow", "sm_100", "sm_120")),
         ]
         assert all(other.route != "wide" for other in others)
+
+
+@pytest.mark.parametrize(
+    ("norm", "name", "columns", "lag"),
+    [
+        *(("rmsnorm", "bfloat16", 131072, 2), ("rmsnorm", "bfloat16", 122880, 1), ("rmsnorm", "float16", 229376, 2)),
+        *(("layernorm", "bfloat16", 131072, 1), ("layernorm", "bfloat16", 122880, 1)),
+        *(("layernorm", "float16", 229376, 1), ("layernorm", "bfloat16", 262144, 2)),
+        *(("rmsnorm", "float32", 57344, 2), ("layernorm", "float32", 65536, 1), ("layernorm", "float32", 81920, 2)),
+    ],
+)
+def test_how_late_blocks_read_the_sums_of_all(norm, name, columns, lag):
+    """Before the ring's places are wanted that rows wait in: kLag of backward_wide.cu is less than kBehind."""
+    problem = backward(columns, name, name, norm=norm)
+    chosen = config.backward_config(problem, 16, DEVICES["sm_90"])
+    assert chosen.route == "wide"
+    assert config.wide_lag(chosen, problem) == lag
 
 
 def test_what_blocks_exchange_that_share_all_rows_is_kept():
@@ -2285,6 +2304,7 @@ def test_gangs_take_odd_rows_as_single_columns(norm, multiprocessors, most_clust
         ("sm_120", "layernorm", "float64", "float64", 11648, 8, 1456),
     ],
 )
+@ELSEWHERE
 def test_how_many_columns_a_block_of_a_cluster_has(device, norm, x, dy, columns, cluster, slab):
     chosen = config.backward_config(backward(columns, x, dy, norm=norm), 16, DEVICES[device])
     assert (chosen.route, chosen.gang, chosen.cluster, chosen.slab_columns) == ("staged", False, cluster, slab)

@@ -249,6 +249,7 @@ PACE_SLOW = (128, 384, 1024, 1536, 4096, 5120, 7168, 16384, 32768, 65536, 163840
         *(("bfloat16", n, True) for n in PACE_SLOW),
     ],
 )
+@pytest.mark.usefixtures("without_wide_rows")
 def test_pace(
     cupy: Any,
     monkeypatch: pytest.MonkeyPatch,

@@ -1023,6 +1023,8 @@ def share_all_rows(monkeypatch: pytest.MonkeyPatch, device: KernelsOnCpu, multip
         (4088, 4, 8, "bfloat16", "bfloat16"),  # a vector is missing; rows do not all begin at whole lines
         (6144, 3, 4, "bfloat16", "float32"),
         (4616, 3, 4, "bfloat16", None),  # threads without a column
+        (2048, 4, 8, "float32", "float32"),
+        (2308, 3, 4, "float32", None),  # rows do not all begin at whole lines, and threads have no column
     ],
 )
 def test_rows_that_all_blocks_share(
@@ -1094,3 +1096,33 @@ def test_rows_that_all_blocks_share_and_what_is_not_wanted(
             replace(tensors, w=values(w).copy()),
             run(device, results, "backward_wide"),
         )
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("columns", "multiprocessors", "name"), [(4096, 4, "bfloat16"), (3072, 3, "float32")])
+def test_an_infinite_element_where_all_blocks_share_rows(
+    device: KernelsOnCpu,
+    monkeypatch: pytest.MonkeyPatch,
+    norm: str,
+    columns: int,
+    multiprocessors: int,
+    name: str,
+    value: float,
+) -> None:
+    """Its column's sums are infinite, though what each addition loses then is not a number; others keep their bits."""
+    share_all_rows(monkeypatch, device, multiprocessors)
+    case = case_of(norm, 40, columns, name)
+    clean = make_case(np, case)
+    expected = run(device, backward(norm, on_device(device, clean), has_bias=True), "backward_wide")
+    for row, column in ((2, 5), (39, columns - 1)):
+        for array in ("x", "dy"):
+            dirty = replace(clean, **{array: spoilt(getattr(clean, array), (row, column), value)})
+            got = run(device, backward(norm, on_device(device, dirty), has_bias=True), "backward_wide")
+            rows_left, columns_left = np.arange(40) != row, np.arange(columns) != column
+            assert_same_bits((got[0][rows_left],), (expected[0][rows_left],))
+            assert not np.isfinite(got[0][row].astype(np.float32)).any()
+            for sums, sums_expected, reached in zip(got[1:], expected[1:], (True, array == "dy"), strict=True):
+                assert_same_bits((sums[columns_left],), (sums_expected[columns_left],))
+                assert bool(np.isinf(sums[column])) == (reached and bool(np.isinf(value)))
+                assert bool(np.isnan(sums[column])) == (reached and bool(np.isnan(value)))

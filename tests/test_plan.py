@@ -1843,8 +1843,8 @@ def test_which_kernel_of_three(
     ("columns", "x", "dy", "most", "kernel", "blocks"),
     [
         (65536, "float16", "float16", 4, "backward_staged", "GANG=1"),
-        (114688, "float16", "float16", 8, "backward_staged", "GANG=1"),
-        (114688, "float16", "float16", 16, "backward_staged", "CLUSTER=16"),
+        (147456, "float16", "float16", 8, "backward_staged", "GANG=1"),
+        (147456, "float16", "float16", 16, "backward_staged", "CLUSTER=16"),
         (131072, "float16", "float16", 8, "backward_wide", "ROW_WARPS=4"),
         (32768, "float16", "float16", 2, "backward_staged", "GANG=1"),
         (65536, "float16", "float32", 4, "backward_split_apply", "COLUMNS_PER_THREAD=16"),

@@ -55,6 +55,7 @@ def wide_config(
         return None
     off_lines = leaves_lines(start, *(stride * ITEMSIZE[x] for stride in (problem.x_row_stride, problem.dy_row_stride)))
     pitch = (slab + off_lines * line) * ITEMSIZE[x]  # from row to row in the ring
+    ring_bytes = WIDE_STAGES * 2 * _step_rows(warps) * pitch
     return BackwardConfig(
         route="wide",
         definitions=(*definitions, *wide_definitions(x, warps, off_lines)),
@@ -63,7 +64,7 @@ def wide_config(
         slab_columns=slab,
         slabs=blocks,
         stages=WIDE_STAGES,
-        shared_bytes=WIDE_STAGES * 2 * _step_rows(warps) * pitch,
+        shared_bytes=max(ring_bytes, device.shared_bytes // 2),  # so that no two are on one multiprocessor
     )
 
 
