@@ -23,6 +23,7 @@
 //
 // Compile-time switches, beside those of backward.cuh (COLUMNS_PER_THREAD is one vector):
 //   ROW_WARPS  warps of a block that share a row     OFF_LINES  1: rows do not all begin at whole lines of memory (staged.cuh)
+//   DX_ALONE   1: no sums of columns
 //   WIDE_…     as config/wide.py has them: warps that work on rows and rows of each, stages, warps that read sums, laps of entries,
 //              blocks at most, bytes of a region and of the arguments
 #include "backward.cuh"
@@ -32,6 +33,10 @@
 #ifndef OFF_LINES
 #define OFF_LINES 0
 #endif
+#ifndef DX_ALONE
+#define DX_ALONE 0
+#endif
+constexpr bool kSumsColumns = !DX_ALONE;
 
 static_assert(kVectors == 1 && VECTOR && sizeof(X) == sizeof(Dy) && sizeof(Compute) == 4, "a vector of a row, and float sums");
 constexpr int kWarps = WIDE_WARPS, kThreads = 32 * kWarps;  // that work on rows
@@ -417,7 +422,7 @@ __device__ inline void work(const WideBlock& block, const Weights<>& w, int firs
     X* dx = a.dx + int64(group_row) * a.dx_row_stride + block.slab.first_column + first;
 
     for (int j = 0; j < steps + kBehind; ++j) {
-        if (rows_since_flush == kRowsPerFlush || j == steps) {
+        if (kSumsColumns && (rows_since_flush == kRowsPerFlush || j == steps)) {
             dw.flush();
             if constexpr (kWantDb) db.flush();
             rows_since_flush = 0;
@@ -442,8 +447,8 @@ __device__ inline void work(const WideBlock& block, const Weights<>& w, int firs
                     const float product = dy[v] * rows[i].centred(x[v]);
                     sums.first = fused(product, w.own[0][v], sums.first);
                     if constexpr (kLayerNorm) sums.second = fused(dy[v], w.own[0][v], sums.second);
-                    dw.rows[v] += product * rows[i].rstd;
-                    if constexpr (kWantDb) db.rows[v] += dy[v];
+                    if constexpr (kSumsColumns) dw.rows[v] += product * rows[i].rstd;
+                    if constexpr (kSumsColumns && kWantDb) db.rows[v] += dy[v];
                 }
                 numbers[i * kSums] = sums.first;
                 if constexpr (kLayerNorm) numbers[i * kSums + 1] = sums.second;
@@ -459,7 +464,7 @@ __device__ inline void work(const WideBlock& block, const Weights<>& w, int firs
                 if (lane == 0) block.summed[block.slot(j)].arrive();
             }
             place.advance();
-        } else if (j == steps) {
+        } else if (kSumsColumns && j == steps) {
             float* const scratch = reinterpret_cast<float*>(block.ring + place.stage * block.place_bytes());
             write_sums(block, dw, a.dw, group, first, holds, scratch);
             if constexpr (kWantDb) write_sums(block, db, a.db, group, first, holds, scratch);

@@ -2170,6 +2170,8 @@ def test_rows_that_all_blocks_share(norm, itemsize, columns, warps, slab, blocks
             replace(problem, x_row_stride=columns + 8, dy_row_stride=columns + 64), 16, hopper
         )
         assert alone.route == apart.route == chosen.route
+        assert config.DX_ALONE in alone.definitions
+        assert config.DX_ALONE not in chosen.definitions
         if not warps:
             continue
         assert (chosen.group_threads, chosen.slab_columns, chosen.slabs) == (warps * 32, slab, blocks)

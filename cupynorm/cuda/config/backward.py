@@ -276,11 +276,13 @@ def backward_config(
     per_thread = columns_per_thread(x)
     outer_bytes = _column_sums_bytes(problem, per_thread)
 
-    if wide := wide_config(problem, vector > 1, definitions, device, start):
-        return wide
-    if device.has_clusters and (staged := _staged(problem, vector > 1, access, definitions, device, odd, start)):
-        sums = problem.want_dw or problem.want_db
-        return staged if sums else staged._replace(definitions=for_dx_alone(staged.definitions, paced=True))
+    chosen = wide_config(problem, vector > 1, definitions, device, start)
+    if chosen is None and device.has_clusters:
+        chosen = _staged(problem, vector > 1, access, definitions, device, odd, start)
+    if chosen is not None:
+        if problem.want_dw or problem.want_db:
+            return chosen
+        return chosen._replace(definitions=for_dx_alone(chosen.definitions, paced=True))
     if problem.columns <= WARP * per_thread:
         choice = staged_choice(x, dy, vector > 1, 1, device)
         parts = part_of_warp_lanes(x, vector > 1, access, choice, device)

@@ -15,7 +15,7 @@ STAGED_MOST_TEAMS = 4  # kMaxTeams
 MANY_COLUMNS_BYTES = 160  # kManyColumns of columns.cuh: more than these, as the arithmetic has a thread's columns
 STAGED_MAX_THREADS = 256  # kMaxThreads of staged.cuh: what leaves a thread the registers that it needs
 STAGED_MOST_STAGES = 8  # kMaxStages of staged.cuh
-DX_ALONE = "DX_ALONE=1"  # a definition of backward_staged.cu
+DX_ALONE = "DX_ALONE=1"  # a definition of backward_staged.cu and backward_wide.cu
 OFF_LINES = "OFF_LINES=1"  # and of staged.cuh
 
 # Columns a thread where a row takes whole warps, by whether in vectors and by the arithmetic's type, and for how many

@@ -83,7 +83,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         shared_by = WIDE_LEAST_COLUMNS[ITEMSIZE[x]] if may_be_wide(x, dy, vector, device) else ()
         for warps, off_lines in product(shared_by, (False, True)):
             wide = (*definitions, *wide_definitions(x, warps, off_lines))
-            yield Variant("backward_wide.cu", ("backward_wide",), wide)
+            for of_wide in (wide,) if want_db else (wide, for_dx_alone(wide, paced=True)):
+                yield Variant("backward_wide.cu", ("backward_wide",), of_wide)
         for any_w in (False, True):
             split = (*definitions, *split_definitions(columns_per_thread(x), any_w))
             yield Variant("backward_split.cu", ("backward_split_sums", "backward_split_apply"), split)
