@@ -24,8 +24,8 @@
 // Compile-time switches, beside those of backward.cuh (COLUMNS_PER_THREAD is one vector):
 //   ROW_WARPS  warps of a block that share a row     OFF_LINES  1: rows do not all begin at whole lines of memory (staged.cuh)
 //   DX_ALONE   1: no sums of columns
-//   WIDE_…     as config/wide.py has them: warps that work on rows and rows of each, stages, warps that read sums, laps of entries,
-//              blocks at most, bytes of a region and of the arguments
+//   WIDE_…     as config/wide.py has them: warps that work on rows and rows of each, stages, steps behind, warps that read sums, laps
+//              of entries, blocks at most, bytes of a region and of the arguments
 #include "backward.cuh"
 #include "pipeline.cuh"
 #include "slab.cuh"
@@ -46,7 +46,8 @@ static_assert(kStepRows <= 32 && kWarps * kRows <= 32, "a lane for each row, and
 static_assert(kRowsPerFlush % kRows == 0, "sums of rows are added up between two steps");
 
 // Steps of the ring, and from a row's first half to its second: one is at work, three wait for their sums, two are on their way.
-constexpr int kStages = WIDE_STAGES, kBehind = 3;
+constexpr int kStages = WIDE_STAGES, kBehind = WIDE_BEHIND;
+static_assert(kStages > kBehind + 1, "rows that wait leave room for others");
 // Warps that read, in turn, each all blocks' sums of a step, and for so many of these: a multiprocessor's block, and its rows.
 constexpr int kReaders = WIDE_READERS, kMostBlocks = WIDE_MOST_BLOCKS, kReads = (kStepRows * kMostBlocks + 31) / 32;
 constexpr int kAllThreads = kThreads + 64 + 32 * kReaders;
@@ -54,6 +55,7 @@ constexpr int kAllThreads = kThreads + 64 + 32 * kReaders;
 // A warp that posts sums j has collected those of step j − kBehind − 1, which all blocks then had stored.
 constexpr int kSlots = 8, kLaps = WIDE_LAPS;  // of sums in a block, and of entries in memory: powers of two
 static_assert(kSlots >= kBehind + 2 && kLaps >= 2 * kBehind + 2, "nobody still reads what is overwritten");
+static_assert((kLaps & (kLaps - 1)) == 0, "steps are counted without end");
 static_assert(kLaps % kReaders == 0, "a lane reads a place in each lap, and so never misses one whose last bit would be the same");
 
 struct WideArguments {
@@ -73,8 +75,8 @@ struct WideArguments {
     short w_code, dw_code;  // ElementCode
     bool aligned_sums;      // dw and db begin at multiples of 16 bytes
     bool read_once;         // x and dy need not stay in the L2 cache
-    // Steps that a block posts itself before it reads all blocks' sums of one: by then these are mostly there, and reading them
-    // again and again slows down who stores them.
+    // Steps that a block posts itself before it reads all blocks' sums of one, fewer than kBehind: by then these are mostly there,
+    // and reading them again and again slows down who stores them.
     unsigned char lag;
 };
 static_assert(sizeof(WideArguments) == WIDE_ARGUMENT_BYTES, "the Python side packs the same struct");

@@ -2180,11 +2180,16 @@ def test_rows_that_all_blocks_share(norm, itemsize, columns, warps, slab, blocks
         assert ("OFF_LINES=1" in chosen.definitions, "OFF_LINES=1" in apart.definitions) == (leaves, True)
         static = 3 << 10  # more than the kernel declares
         assert max(one.shared_bytes for one in (chosen, alone, apart)) + static <= hopper.shared_bytes
-        assert 2 * (chosen.shared_bytes + 1024) > hopper.shared_bytes  # one block on a multiprocessor
+        assert 2 * (chosen.shared_bytes + 1024) > hopper.shared_bytes + 1024  # one block on a multiprocessor
+        step_rows = config.wide.WIDE_WARPS // warps * config.WIDE_ROWS
+        assert chosen.shared_bytes >= config.wide.WIDE_STAGES * 2 * step_rows * slab * itemsize
         assert config.few_rows_blocks(chosen, problem, True, hopper) is None
         others = [
             config.backward_config(problem, 8, hopper),
-            config.backward_config(backward(columns, name, "float64", rows, norm), 16, hopper),
+            *(
+                config.backward_config(backward(columns, name, other, rows, norm), 16, hopper)
+                for other in {"bfloat16", "float16", "float32", "float64"} - {name}
+            ),
             config.backward_config(backward(columns, "float64", "float64", rows, norm), 16, hopper),
             config.backward_config(problem, 16, hopper._replace(multiprocessors=119, memory_gbps=5000)),
             *(config.backward_config(problem, 16, DEVICES[other]) for other in ("sm_90_slow", "sm_100", "sm_120")),
@@ -2202,11 +2207,11 @@ def test_rows_that_all_blocks_share(norm, itemsize, columns, warps, slab, blocks
     ],
 )
 def test_how_late_blocks_read_the_sums_of_all(norm, name, columns, lag):
-    """Before the ring's places are wanted that rows wait in: kLag of backward_wide.cu is less than kBehind."""
+    """No later than rows wait for them: a block that reads a step's sums so late has posted them."""
     problem = backward(columns, name, name, norm=norm)
     chosen = config.backward_config(problem, 16, DEVICES["sm_90"])
     assert chosen.route == "wide"
-    assert config.wide_lag(chosen, problem) == lag
+    assert config.wide_lag(chosen, problem) == lag < config.wide.WIDE_BEHIND
 
 
 def test_what_blocks_exchange_that_share_all_rows_is_kept():

@@ -1024,6 +1024,7 @@ def share_all_rows(monkeypatch: pytest.MonkeyPatch, device: KernelsOnCpu, multip
         (6144, 3, 4, "bfloat16", "float32"),
         (4616, 3, 4, "bfloat16", None),  # threads without a column
         (2048, 4, 8, "float32", "float32"),
+        (2044, 4, 8, "float32", "float32"),  # rows do not all begin at whole lines
         (2308, 3, 4, "float32", None),  # rows do not all begin at whole lines, and threads have no column
     ],
 )
@@ -1064,13 +1065,15 @@ def test_rows_that_all_blocks_share(
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize(("columns", "multiprocessors"), [(4096, 4), (6144, 3)])
+@pytest.mark.parametrize(
+    ("columns", "multiprocessors", "x"), [(4096, 4, "bfloat16"), (6144, 3, "bfloat16"), (2308, 3, "float32")]
+)
 def test_rows_that_all_blocks_share_and_what_is_not_wanted(
-    device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, norm: str, columns: int, multiprocessors: int
+    device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, norm: str, columns: int, multiprocessors: int, x: str
 ) -> None:
     """Results that are left out change no bit of the others; dw and db may start off 16 bytes, and be of any type."""
     share_all_rows(monkeypatch, device, multiprocessors)
-    case = case_of(norm, 21, columns)
+    case = case_of(norm, 21, columns, x)
     tensors = make_case(np, case)
     placed = on_device(device, tensors)
     names = ("dx", "dw", "db")[: 2 + case.has_bias]

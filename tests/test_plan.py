@@ -732,12 +732,12 @@ def test_kept_workspace_grows(device: FakeDevice) -> None:
 
 @pytest.mark.parametrize("rows", [3, 900])
 @pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.usefixtures("without_wide_rows")
 def test_what_gangs_exchange_is_zero_at_first_and_theirs_alone(
     monkeypatch: pytest.MonkeyPatch, device: FakeDevice, rows: int, capturing: bool
 ) -> None:
     """In kept memory between counters and parts, by a cooperative launch whose blocks run at the same time."""
     columns = 262144
-    monkeypatch.setattr(config.wide, "WIDE_LEAST_BLOCKS", 1 << 30)
     monkeypatch.setattr(device.cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 1)
     device.stream = FakeStream(7, capturing)
     arrays = {name: device.array((rows, columns), "float16") for name in ("x", "dy")}

@@ -112,7 +112,8 @@ def forward_walkers(config: ForwardConfig, rows: int, blocks_at_once: int, devic
 
 
 def reads_once(problem: NormProblem) -> bool:
-    """Whether the staged kernels' reads of x and dy say that these need not stay in the L2 cache; dx always counts."""
+    """Whether reads of x and dy, of staged and wide kernels, say that these need not stay in the L2 cache; dx always
+    counts."""
     least, most = READ_ONCE_BYTES
     return least <= data_bytes(problem) <= most
 

@@ -19,18 +19,20 @@ from .common import (
 
 WIDE_ARGUMENTS = "9P4q3if2h??Bx"  # struct WideArguments in backward_wide.cu
 
-# Of a block: warps that work on rows, rows of a step for each, steps in the ring, warps that read all blocks' sums.
-WIDE_WARPS, WIDE_ROWS, WIDE_STAGES, WIDE_READERS = 8, 4, 6, 2
+# Of a block: warps that work on rows, rows of a step for each, steps in the ring, steps from a row's first half to its
+# second, warps that read all blocks' sums.
+WIDE_WARPS, WIDE_ROWS, WIDE_STAGES, WIDE_BEHIND, WIDE_READERS = 8, 4, 6, 3, 2
 WIDE_THREADS = (WIDE_WARPS + 2 + WIDE_READERS) * WARP  # with those that do not work on rows
 WIDE_LAPS, WIDE_MOST_BLOCKS = 8, 132  # steps whose sums have a place in memory, and multiprocessors
 
 # Columns of a block, at least, by the bytes of an element and by warps that share a row, of which each thread has a
-# vector (131072, where blocks have 1024: 100 MB 35.4 → 33.8 us, 1 GB 238.9 → 237.7; but 98304, with 768, 35.7 → 36.1,
-# 240.1 → 245.4; 196608, with 1536, 36.1 → 34.5, but 239.0 → 245.4, and 163840, with 1280, 36.9 → 37.1, 245.6 → 258.8;
-# float32, 65536, with 512, 35.7 → 33.5, 239.7 → 237.8, 69632, with 544, 37.5 → 35.4, but 255.6 → 260.8).
+# vector. 16 bits, 100 MB and 1 GB: 131072, where blocks have 1024, 35.4 → 33.8, 238.9 → 237.7 us, 114688, with 896,
+# LayerNorm 37.9 → 36.8, 270.9 → 249.9, but 98304, with 768, 35.7 → 36.1, 240.1 → 245.4; 196608, with 1536, 36.1 → 34.5,
+# but 239.0 → 245.4, and 163840, with 1280, 36.9 → 37.1, 245.6 → 258.8. Float32: 57344, with 448, 34.5 → 32.8, 240.4 →
+# 237.9; 69632, with 544, 36.3 → 34.3, but 255.0 → 259.5.
 WIDE_LEAST_COLUMNS = {2: {4: 896, 8: 1536}, 4: {4: 448, 8: 544}}
 
-# Fewer blocks than 124 were not timed.
+# Fewer blocks than 123 were not timed.
 WIDE_LEAST_BLOCKS = 120
 
 
@@ -77,7 +79,8 @@ def wide_lag(config: BackwardConfig, problem: NormProblem) -> int:
     """How many steps a block posts itself before it reads all blocks' sums of one.
 
     1 GB, with one and two: 262144, RMSNorm, 247.6, 236.6 us, LayerNorm 243.9, 241.2; but 131072, LayerNorm, 240.8,
-    249.4, and where threads are idle, 122880 245.2, 246.8, 229376, LayerNorm, 244.7, 249.9.
+    249.4, and where threads are idle, 122880 245.2, 246.8, 229376, LayerNorm, 244.7, 249.9. Float32: 65536 243.7,
+    237.8, LayerNorm 238.2, 246.1; 114688 247.6, 236.3, LayerNorm 244.9, 240.8. Fewer than WIDE_BEHIND.
     """
     itemsize = problem.x_dtype.itemsize
     few_warps = config.group_threads < config.threads
@@ -100,6 +103,7 @@ def wide_definitions(x: str, warps: int, off_lines: bool) -> tuple[str, ...]:
         f"WIDE_WARPS={WIDE_WARPS}",
         f"WIDE_ROWS={WIDE_ROWS}",
         f"WIDE_STAGES={WIDE_STAGES}",
+        f"WIDE_BEHIND={WIDE_BEHIND}",
         f"WIDE_READERS={WIDE_READERS}",
         f"WIDE_LAPS={WIDE_LAPS}",
         f"WIDE_MOST_BLOCKS={WIDE_MOST_BLOCKS}",
