@@ -102,7 +102,7 @@ class Case:
     def bytes(self) -> int:
         """What the work needs to read and write at the least."""
         tensors = 3 if self.backward else 2
-        parameters = (2 if self.backward else 1) * (1 + self.has_bias)
+        parameters = (2 if self.backward else 1) + self.has_bias  # w, b; backward w, dw, db
         statistics_ = 2 if self.norm == "layernorm" else 1
         return (
             tensors * self.rows * self.columns * self.dtype.itemsize
