@@ -31,23 +31,26 @@ Array = Any  # numpy.ndarray
 BOUNDS = {(4096, 1024): 1.2, (4096, 4096): 1.2, (1024, 16384): 1.2, (32768, 256): 3.0}
 TIMED_CALLS_A_TURN = 3
 PASSES_SHAPE = (4096, 1024)
+MOST_THREADS = 1024
 
 
 def main() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--threads", type=positive, default=cores, help="threads for either (default: all cores)")
-    parser.add_argument("--calls", type=positive, default=45, help="timed calls of each (default: 45)")
-    parser.add_argument("--passes", action="store_true", help="also time NumPy's passes one by one at 4096x1024")
-    options = parser.parse_args()
-    os.environ["CUPYNORM_NUM_THREADS"] = str(options.threads)
     try:
         import torch
 
         import cupynorm
+        from cupynorm import cli
     except ImportError as error:
         print(f"cpu_peers: cannot import {error.name}; torch and cupynorm must be installed", file=sys.stderr)
         return 2
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parser = cli.Parser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--threads", type=threads, default=cores, help="threads for either (default: all cores)")
+    calls_words = "timed calls of each (default: 45)"
+    parser.add_argument("--calls", type=lambda text: cli.positive(text, int), default=45, help=calls_words)
+    parser.add_argument("--passes", action="store_true", help="also time NumPy's passes one by one at 4096x1024")
+    options = parser.parse_args()
+    os.environ["CUPYNORM_NUM_THREADS"] = str(options.threads)
     torch.set_num_threads(options.threads)
     print(f"NumPy {np.__version__}, PyTorch {torch.__version__}, threads: {options.threads}\n")
     print("| M x N | cupynorm ms | PyTorch ms | ratio | bound | | add ms |")
@@ -87,11 +90,13 @@ def main() -> int:
     return int(missed)
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {value}; at least 1 is needed")
-    return value
+def threads(text: str) -> int:
+    from cupynorm import cli
+
+    number = cli.positive(text, int)
+    if number > MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"got {text!r}; at most {MOST_THREADS} are possible")
+    return int(number)
 
 
 def medians(calls: list[Callable[[], object]], turns: int) -> list[float]:

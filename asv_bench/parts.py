@@ -174,8 +174,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     megabytes = listed(lambda text: cli.positive(text, float))
     parser = cli.Parser(prog="parts.py", description="Time backward calls with parts of their kernels left out.")
-    parser.add_argument("--only", type=listed(columns), default=COLUMNS, metavar="N,…", help="default: 1024,4096,16384")
-    parser.add_argument("--sizes", type=megabytes, default=SIZES, metavar="MB,…", help="default: 25,100")
+    parser.add_argument(
+        "--only", type=listed(columns), default=COLUMNS, metavar="N,...", help="default: 1024,4096,16384"
+    )
+    parser.add_argument("--sizes", type=megabytes, default=SIZES, metavar="MB,...", help="default: 25,100")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
     parser.add_argument("--turn", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

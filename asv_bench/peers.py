@@ -550,14 +550,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     parser = cli.Parser(prog="peers.py", description="The backward passes beside every peer that is installed.")
     parser.add_argument("--norm", nargs="+", choices=NORMS, default=list(NORMS), help="default: both")
-    parser.add_argument("--n", type=numbers, metavar="N,…", help="row lengths; default: 256 to 65536, with --field all")
+    parser.add_argument(
+        "--n", type=numbers, metavar="N,...", help="row lengths; default: 256 to 65536, with --field all"
+    )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--rows", type=number, default=32768, metavar="M", help="default: 32768")
     size.add_argument("--data", type=megabytes, metavar="MB", help="rows such that x, dy and dx have so many MB")
     size.add_argument("--field", action="store_true", help="rows and dtypes of the peers' benchmarks and of models")
     parser.add_argument("--dtype", type=cli.dtype, help="of x and dy; default: bfloat16")
     parser.add_argument("--w-dtype", type=cli.dtype, help="of w; default: float32, float64 with float64")
-    parser.add_argument("--peers", type=names, default=tuple(PEERS), metavar="NAME,…", help=", ".join(PEERS))
+    parser.add_argument("--peers", type=names, default=tuple(PEERS), metavar="NAME,...", help=", ".join(PEERS))
     parser.add_argument("--device", choices=("cuda", "numpy"), help="default: CUDA if a device answers, else NumPy")
     parser.add_argument("--repeats", type=number, metavar="R", help="timed calls; default: as cupynorm.bench")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the figures there")

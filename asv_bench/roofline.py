@@ -309,17 +309,19 @@ def add_row_options(parser: argparse.ArgumentParser) -> None:
         names: tuple[str, ...] = listed(set_name)(text)
         return tuple(SETS) if "all" in names else names
 
-    parser.add_argument("--set", type=sets, default=("sizes",), metavar="NAME,…", help=", ".join(SETS))
+    parser.add_argument("--set", type=sets, default=("sizes",), metavar="NAME,...", help=", ".join(SETS))
     parser.add_argument("--ops", nargs="+", type=cli.op, default=bench.OPS, metavar="OP", help=", ".join(bench.OPS))
     words = "default: 25,100,1000, in the sets odd and forward 100,1000"
-    parser.add_argument("--sizes", type=listed(megabytes), metavar="MB,…", help=words)
-    parser.add_argument("--only", type=listed(columns), metavar="N,…", help="only these N")
+    parser.add_argument("--sizes", type=listed(megabytes), metavar="MB,...", help=words)
+    parser.add_argument("--only", type=listed(columns), metavar="N,...", help="only these N")
     parser.add_argument("--dtype", type=cli.dtype, default="bfloat16", help="where a set has no own; default: bfloat16")
     parser.add_argument("--w-dtype", type=cli.dtype, help="default: float32, float64 with float64")
     words = "where dy has another type than x, in the set sizes"
     parser.add_argument("--dy-dtype", type=cli.dtype, help=words)
     words = "so many elements lie between rows of x and dy in the sets sizes and forward"
-    parser.add_argument("--gap", type=columns, default=0, metavar="ELEMENTS", help=words)
+    parser.add_argument(
+        "--gap", type=lambda text: 0 if text == "0" else columns(text), default=0, metavar="ELEMENTS", help=words
+    )
     words = "backward calls that want neither dw nor db, whose bytes T counts nevertheless"
     parser.add_argument("--dx-alone", action="store_true", help=words)
 

@@ -200,10 +200,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     megabytes, count = ((lambda text, kind=kind: cli.positive(text, kind)) for kind in (float, int))
     parser = cli.Parser(prog="scan.py", description="Time backward calls with several numbers of column blocks.")
-    parser.add_argument("--only", type=listed(columns), default=COLUMNS, metavar="N,…", help="default: 512 to 16384")
-    parser.add_argument("--sizes", type=listed(megabytes), default=SIZES, metavar="MB,…", help="default: 6,12,25,50")
+    parser.add_argument("--only", type=listed(columns), default=COLUMNS, metavar="N,...", help="default: 512 to 16384")
+    parser.add_argument("--sizes", type=listed(megabytes), default=SIZES, metavar="MB,...", help="default: 6,12,25,50")
     parser.add_argument("--dtype", type=cli.dtype, default="bfloat16", help="of x and dy; default: bfloat16")
-    parser.add_argument("--blocks", type=listed(count), default=BLOCKS, metavar="N,…", help="about so many are tried")
+    parser.add_argument("--blocks", type=listed(count), default=BLOCKS, metavar="N,...", help="about so many are tried")
     parser.add_argument("--rounds", type=count, default=2, metavar="N", help="default: 2")
     words = "that the device is to have; default: all"
     parser.add_argument("--multiprocessors", type=count, metavar="N", help=words)

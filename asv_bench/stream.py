@@ -171,7 +171,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         return tuple(dict.fromkeys(map(megabytes, text.split(","))))
 
     parser = cli.Parser(prog="stream.py", description="Time moving a backward pass's data, without its arithmetic.")
-    parser.add_argument("--sizes", type=sizes, default=SIZES, metavar="MB,…", help="default: 25,100,1000")
+    parser.add_argument("--sizes", type=sizes, default=SIZES, metavar="MB,...", help="default: 25,100,1000")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
     return parser.parse_args(arguments)
 

@@ -55,7 +55,10 @@ WARM_UPS = 3
 
 def dtype_of(name: Any) -> np.dtype[Any]:
     """The NumPy dtype of one of `DTYPES`. Raises ValueError, also where bfloat16 lacks its package."""
-    text = str(name) if isinstance(name, (str, np.dtype)) else np.dtype(name).name
+    try:
+        text = str(name) if isinstance(name, (str, np.dtype)) or name is None else np.dtype(name).name
+    except TypeError:
+        text = repr(name)
     if text not in DTYPES:
         raise ValueError(f"unknown dtype {text!r}; one of {', '.join(DTYPES)} is needed")
     if text == "bfloat16":
@@ -125,8 +128,10 @@ def case(
     """A validated `Case`. w is float32 (float64 for float64) unless said; LayerNorm has a bias unless said.
 
     Raises ValueError for an unknown op or dtype, for a size below 1 and for too many columns, TypeError for a size that
-    is no integer.
+    is no integer, or a has_bias that is neither True nor False.
     """
+    if has_bias is not None and not isinstance(has_bias, (bool, np.bool_)):
+        raise TypeError(f"has_bias: got {has_bias!r}; True, False or None is needed")
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}; one of {', '.join(OPS)} is needed")
     rows, columns = operator.index(rows), operator.index(columns)
@@ -230,8 +235,11 @@ def measure_case(
 def time_call(function: Callable[[], Any], xp: Any = np, repeats: int | None = None) -> float:
     """The median time of single calls, in seconds, caches flushed before each.
 
-    Without `repeats`: on CUDA 50 calls, 12 where a call takes over 5 ms; on the host 12.
+    Without `repeats`: on CUDA 50 calls, 12 where a call takes over 5 ms; on the host 12. Raises ValueError for fewer
+    than one.
     """
+    if repeats is not None and repeats < 1:
+        raise ValueError(f"repeats: got {repeats!r}; at least 1 is needed")
     return _time_on_host(function, repeats) if xp is np else _time_on_cuda(function, xp, repeats)
 
 

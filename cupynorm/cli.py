@@ -129,7 +129,8 @@ def positive(text: str, kind: type[Number]) -> Number:
     except ValueError:
         value = kind(0)
     if not 0 < value <= 1 << 40:
-        raise argparse.ArgumentTypeError(f"got {text!r}; a number above 0 is needed")
+        most = " and at most 2^40" if value > 0 else ""
+        raise argparse.ArgumentTypeError(f"got {text!r}; a number above 0{most} is needed")
     return value
 
 

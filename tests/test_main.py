@@ -191,6 +191,17 @@ def test_bytes_that_the_work_needs() -> None:
     assert case.bytes == 2 * 2 * x + 2 * 4 * columns + 2 * 4 * rows  # x y, w b, mean rstd
 
 
+def test_what_cases_and_timers_refuse() -> None:
+    for name in (None, 5, "int32"):
+        with pytest.raises(ValueError, match="unknown dtype"):
+            bench.dtype_of(name)
+    with pytest.raises(TypeError, match="has_bias: got 'no'"):
+        bench.case("rmsnorm_backward", 4, 8, has_bias="no")  # type: ignore[arg-type]
+    for repeats in (0, -1):
+        with pytest.raises(ValueError, match="repeats: got"):
+            bench.measure("rmsnorm_forward", 4, 8, repeats=repeats)
+
+
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     target = tmp_path / "figures.png"

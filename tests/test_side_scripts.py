@@ -4,8 +4,10 @@ Nsight Compute reports. And how floor.py, parts.py and scan.py refuse what they 
 from __future__ import annotations
 
 import csv
+import os
 import shutil
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -452,3 +454,41 @@ def test_without_a_device_it_says_so(
     monkeypatch.setattr(cli, "usable_cupy", lambda: (None, "none here"))
     assert exit_status(script.main, []) == 2
     assert_one_line_of_error(capsys, ["a CUDA device and CuPy are needed: none here"])
+
+
+# --- all scripts ------------------------------------------------------------------------------------------
+
+
+WITH_OPTIONS = [path for path in (ROOT / "asv_bench").glob("*.py") if "Parser(" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", sorted(WITH_OPTIONS), ids=lambda path: str(path.name))
+def test_help_needs_no_more_than_ascii(path: Path) -> None:
+    if path.name == "cpu_peers.py":
+        pytest.importorskip("torch")
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(path), "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "words"),
+    [
+        ("roofline.py", ["--sizes", "1e13"], "at most 2^40"),
+        ("roofline.py", ["--sizes", "0"], "a number above 0 is needed"),
+        ("roofline.py", ["--gap", "-1"], "a number above 0 is needed"),
+        ("cpu_peers.py", ["--threads", "9999999999"], "at most 1024"),
+        ("cpu_peers.py", ["--calls", "none"], "a number above 0 is needed"),
+    ],
+)
+def test_numbers_that_scripts_refuse(script: str, options: list[str], words: str) -> None:
+    if script == "cpu_peers.py":
+        pytest.importorskip("torch")
+    command = [sys.executable, str(ROOT / "asv_bench" / script), *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert words in done.stderr
