@@ -391,7 +391,7 @@ class Foreign:
         if device is not None:
             pointers = [0 if view is None else view.pointer for view in views]
             return tuple(layouts), pointers, views, Handed(importer, self.on_device, self._to_hold(arrays, views))
-        host = [None if view is None else dlpack.as_numpy(view) for view in views]
+        host = [view and _as_numpy(view, label) for view, label in zip(views, labels, strict=False)]
         dtypes = {view.dtype: getattr(value, "dtype", None) for value, view in zip(arrays, views, strict=True) if view}
         give = functools.partial(_give_from_host, importer, dtypes)
         return tuple(layouts), host, [*host], Handed(give, self.on_device)
@@ -583,6 +583,13 @@ def _device(value: Any, label: str) -> int | None:
     if kind in dlpack.CUDA_DEVICES:
         return int(ordinal)
     raise TypeError(f"{label}: got an array on DLPack device type {int(kind)}; host or CUDA memory is needed")
+
+
+def _as_numpy(view: dlpack.Imported, label: str) -> np.ndarray[Any, Any]:
+    try:
+        return dlpack.as_numpy(view)
+    except ValueError as error:  # more axes than NumPy has
+        raise ValueError(f"{label}: {error}") from None
 
 
 def _is_negated(array: Any) -> bool:

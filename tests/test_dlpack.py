@@ -298,6 +298,13 @@ def test_tensors_whose_memory_is_not_what_they_say_are_refused(torch: Any, devic
         backward("rmsnorm", tensors)
 
 
+def test_more_axes_than_numpy_has_are_an_error_of_the_argument() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.ones([1] * 64 + [4])
+    with pytest.raises(ValueError, match=r"^x: .*dimensions"):
+        cupynorm.rmsnorm_forward(x)
+
+
 def test_frameworks_do_not_mix() -> None:
     torch, jax = (FRAMEWORKS[name]("cpu") for name in ("torch", "jax"))
     own = make_tensors(np, "rmsnorm", (3, 8))
