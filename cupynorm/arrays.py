@@ -417,7 +417,7 @@ class OfJax(Foreign):
             raise _mixed(label, value.device, x.device)
 
     def _importer(self, x: Any, device: int | None) -> Callable[[Any], Any]:
-        importer: Any = super()._importer(x, device)
+        importer: Any = functools.partial(_into_jax, super()._importer(x, device))
         first = device is not None or getattr(x.device, "id", 0) == 0
         return importer if first else functools.partial(importer, device=x.device)
 
@@ -564,6 +564,18 @@ def _importer(x: Any, framework: str) -> Callable[[Any], Any]:
             f"x: {_type_name(type(x))} exports DLPack, but {framework} has no from_dlpack to take results back"
         )
     return importer
+
+
+def _into_jax(importer: Callable[..., Any], array: Any, **options: Any) -> Any:
+    """Float64 stays float64, though JAX may have it switched off, as it is unless it is told."""
+    if array.dtype != np.float64:
+        return importer(array, **options)
+    jax = importlib.import_module("jax")
+    switch = getattr(jax, "enable_x64", None)
+    if switch is None:  # of an older JAX
+        switch = importlib.import_module("jax.experimental").enable_x64
+    with switch(True):
+        return importer(array, **options)
 
 
 def _device(value: Any, label: str) -> int | None:

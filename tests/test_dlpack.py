@@ -305,6 +305,19 @@ def test_more_axes_than_numpy_has_are_an_error_of_the_argument() -> None:
         cupynorm.rmsnorm_forward(x)
 
 
+def test_float64_of_jax_stays_float64_where_that_is_switched_off() -> None:
+    jax = FRAMEWORKS["jax"]("cpu").jax
+    tensors = make_tensors(np, "layernorm", (5, 8), "float64")
+    x, dy = (jax.numpy.asarray(array) for array in (tensors.x, tensors.dy))
+    expected = backward("layernorm", tensors, has_bias=True)
+    with jax.enable_x64(False):
+        y, mean, rstd = cupynorm.layernorm_forward(x)
+        results = cupynorm.layernorm_backward(x, jax.numpy.asarray(tensors.w), dy, mean, rstd)
+        assert jax.numpy.asarray(tensors.x).dtype == np.float32
+    assert {array.dtype for array in (y, mean, rstd, results[0])} == {np.dtype(np.float64)}
+    np.testing.assert_allclose(np.asarray(results[0]), expected[0], rtol=1e-5, atol=1e-5)  # w is float32 there
+
+
 def test_frameworks_do_not_mix() -> None:
     torch, jax = (FRAMEWORKS[name]("cpu") for name in ("torch", "jax"))
     own = make_tensors(np, "rmsnorm", (3, 8))
