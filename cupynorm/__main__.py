@@ -270,8 +270,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     measure.add_argument("--bias", action=argparse.BooleanOptionalAction, help="default: LayerNorm yes, RMSNorm no")
     measure.add_argument("--device", default=argparse.SUPPRESS, **devices)  # type: ignore[arg-type]
-    measure.add_argument("--csv", type=Path, metavar="FILE", help="write the figures there")
-    measure.add_argument("--plot", type=Path, metavar="FILE", help="draw GB/s against N there (needs matplotlib)")
+    measure.add_argument("--csv", type=cli.file, metavar="FILE", help="write the figures there")
+    measure.add_argument("--plot", type=cli.file, metavar="FILE", help="draw GB/s against N there (needs matplotlib)")
     return parser
 
 

@@ -137,6 +137,12 @@ def positive(text: str, kind: type[Number]) -> Number:
 # --- files ------------------------------------------------------------------------------------------------
 
 
+def file(text: str) -> Path:
+    if not text or text.endswith(tuple(filter(None, (os.sep, os.altsep)))):
+        raise argparse.ArgumentTypeError(f"got {text!r}; the name of a file is needed")
+    return Path(text)
+
+
 def writable(files: ExitStack, option: str, path: Path | None) -> Path | None:
     """A file to write into that becomes `path` once `files` closes without an exception."""
     try:

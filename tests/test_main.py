@@ -235,6 +235,7 @@ def test_links_that_go_round_in_circles(tmp_path: Path) -> None:
         (["--shape", "16by64"], ["--shape", "16by64", "32768x4096"]),
         (["--shape", "16x"], ["--shape", "'16x'"]),
         (["--shape", "0x64"], ["--shape", "0x64", "at least 1"]),
+        (["--shape", "8x8", "--csv", "folder/"], ["--csv", "'folder/'", "name of a file"]),
         (["--shape", "-1x64"], ["--shape"]),
         (["--shape", "99999999x99999999"], ["--shape", "2^40"]),
         (["--shape", "1x1073741825"], ["--shape", "1073741824"]),
