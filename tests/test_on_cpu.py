@@ -1101,7 +1101,7 @@ def test_rows_that_all_blocks_share_and_what_is_not_wanted(
         )
 
 
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("value", [-np.inf, np.nan])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("columns", "multiprocessors", "name"), [(4096, 4, "bfloat16"), (3072, 3, "float32")])
 def test_an_infinite_element_where_all_blocks_share_rows(
