@@ -47,6 +47,7 @@ def layout_of(kernel: str, definitions: tuple[str, ...]) -> str:
         "FewRowsArguments": config.FEW_ROWS_ARGUMENTS[config.common.compute_name(x_type)],
         "ForwardArguments": config.FORWARD_ARGUMENTS,
         "WideArguments": config.WIDE_ARGUMENTS,
+        "WideForwardArguments": config.WIDE_FORWARD_ARGUMENTS,
         "WideningArguments": config.WIDENING_ARGUMENTS,
     }
     return layouts[struct_of(kernel)[1]]
@@ -58,6 +59,8 @@ def struct_of(kernel: str) -> tuple[str, str]:
         return "backward_few_rows.cu", "FewRowsArguments"
     if kernel == "backward_wide":
         return "backward_wide.cu", "WideArguments"
+    if kernel == "forward_wide":
+        return "forward_wide.cu", "WideForwardArguments"
     if kernel == "widen_w":
         return "widen_w.cu", "WideningArguments"
     direction = kernel.partition("_")[0]

@@ -134,7 +134,7 @@ class KernelsOnCpu(FakeDevice):
         if kernel not in self._compiled:
             file, name, definitions = kernel
             struct = struct_of(name)[1]
-            lines = ["#define BLOCKS_AT_ONCE"] if "GANG=1" in definitions or name == "backward_wide" else []
+            lines = ["#define BLOCKS_AT_ONCE"] if "GANG=1" in definitions or name.endswith("_wide") else []
             lines += ['#include "cuda.h"', *(f"#define {text.replace('=', ' ', 1)}" for text in definitions)]
             lines += [as_cpp(source(file, set()))]
             lines += ['extern "C" void run(const void* arguments, int x, int y, int threads, int bytes) {']

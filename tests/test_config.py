@@ -974,6 +974,7 @@ def test_an_even_number_of_walkers_takes_no_more_steps(norm, columns, at_once):
         *(("sm_90", "rmsnorm", 6, 6, 6), ("sm_90", "layernorm", 6, 10, 0)),
     ],
 )
+@ELSEWHERE
 def test_clusters_with_40_to_56_columns_a_thread_keep_pace_forward(
     name, norm, lead_of_two, lead_of_four, lead_of_eight
 ):
@@ -1833,8 +1834,8 @@ def test_rows_that_fit_on_chip_are_read_once():
     assert {route(n, "bfloat16", hopper) for n in (1024, 8192, 65536, 90112)} == {"staged"}
     assert {route(n, "bfloat16", hopper) for n in (131072, 262144)} == {"wide"}
     assert {route(n, "bfloat16", hopper, aligned=False) for n in (1001, 8191, 65535, 131071)} == {"staged"}
-    assert {route(n, "float32", hopper) for n in (1024, 8192, 49152, 262144)} == {"staged"}
-    assert {route(n, "float32", hopper) for n in (65536, 131072)} == {"wide"}
+    assert {route(n, "float32", hopper) for n in (1024, 8192, 49152)} == {"staged"}
+    assert {route(n, "float32", hopper) for n in (65536, 131072, 262144, 540672)} == {"wide"}
     assert route(262144, "float64", hopper) == "split"
     assert {route(n, "bfloat16", ampere) for n in (128, 1024, 8192)} == {"direct"}
     assert route(16384, "bfloat16", ampere) == "split"
@@ -1903,6 +1904,9 @@ def test_forward_configs_hold_their_rows(device, x, alignment):
             assert chosen.groups == 1 or gap == 0 or short or not vector, at
             assert 2 <= chosen.stages <= config.common.STAGED_MOST_STAGES, at
             assert chosen.shared_bytes + config.backward.STATIC_SHARED_BYTES <= device.shared_bytes, at
+        elif chosen.kernel == "forward_wide":
+            assert chosen.slab_columns <= chosen.group_threads * per_thread, at
+            assert (chosen.slabs - 1) * chosen.slab_columns < columns <= chosen.slabs * chosen.slab_columns, at
         elif chosen.kernel == "forward_split_apply":
             assert chosen.threads == chosen.group_threads == 256, at
             assert chosen.slab_columns == 256 * per_thread, at
@@ -2144,46 +2148,61 @@ def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(device, norm, columns, n
     assert chosen.shared_bytes + static <= hopper.shared_bytes
 
 
-@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
-@pytest.mark.parametrize(
-    ("itemsize", "columns", "warps", "slab", "blocks"),
-    [
+# Of rows that all blocks share, by whether db is summed: bytes of an element, columns, the warps that share a block's
+# part of a row, its columns, and blocks; or zeros, where they do not.
+WIDE = {
+    db: (
         *((2, 109824, 0, 0, 0), (2, 109832, 4, 896, 123), (2, 122880, 4, 960, 128), (2, 126728, 4, 1024, 124)),
         *((2, 131072, 4, 1024, 128), (2, 135168, 4, 1024, 132), (2, 135176, 0, 0, 0)),
         *((2, 194304, 0, 0, 0), (2, 194312, 8, 1536, 127), (2, 196608, 8, 1536, 128), (2, 229376, 8, 1792, 128)),
-        *((2, 262144, 8, 2048, 128), (2, 262152, 8, 2048, 129), (2, 270336, 8, 2048, 132), (2, 270344, 0, 0, 0)),
+        *((2, 262144, 8, 2048, 128), (2, 262152, 8, 2048, 129), (2, 270336, 8, 2048, 132)),
         *((4, 54912, 0, 0, 0), (4, 54916, 4, 448, 123), (4, 65536, 4, 512, 128), (4, 67584, 4, 512, 132)),
         *((4, 67588, 8, 544, 125), (4, 98304, 8, 768, 128), (4, 131072, 8, 1024, 128), (4, 135168, 8, 1024, 132)),
-        (4, 135172, 0, 0, 0),
-    ],
+        *((4, 135172, 8, 1056, 129), (4, 262144, 8, 2016, 131), (4, 270336, 8, 2048, 132)),
+        *((4, 270340, 16, 2080, 130), (4, 524288, 16, 4000, 132), (4, 540672, 16, 4096, 132), (4, 540676, 0, 0, 0)),
+        *longest,
+    )
+    for db, longest in {
+        False: (
+            *((2, 270344, 8, 2112, 129), (2, 540672, 8, 4096, 132), (2, 540680, 16, 4160, 130)),
+            *((2, 1081344, 16, 8192, 132), (2, 1081352, 0, 0, 0)),
+        ),
+        True: (
+            *((2, 270344, 0, 0, 0), (2, 380160, 0, 0, 0), (2, 380168, 16, 2944, 130)),
+            *((2, 540672, 16, 4096, 132), (2, 540680, 0, 0, 0)),
+        ),
+    }.items()
+}
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize(
+    ("db", "itemsize", "columns", "warps", "slab", "blocks"), [(db, *case) for db in WIDE for case in WIDE[db]]
 )
-def test_rows_that_all_blocks_share(norm, itemsize, columns, warps, slab, blocks):
+def test_rows_that_all_blocks_share(norm, db, itemsize, columns, warps, slab, blocks):
     """In vectors of one type, of 16 bits or float32, where memory is as fast as an H200's, on as many multiprocessors:
     any number of rows, whatever is wanted of them."""
     hopper = DEVICES["sm_90"]
     for name, rows in product(("bfloat16", "float16") if itemsize == 2 else ("float32",), (1, 17, 1 << 20)):
-        problem = backward(columns, name, name, rows, norm)
+        problem = replace(backward(columns, name, name, rows, norm), want_db=db)
         chosen = config.backward_config(problem, 16, hopper)
         assert (chosen.route == "wide") == (warps > 0)
         alone = config.backward_config(replace(problem, want_dw=False, want_db=False), 16, hopper)
         apart = config.backward_config(
             replace(problem, x_row_stride=columns + 8, dy_row_stride=columns + 64), 16, hopper
         )
-        assert alone.route == apart.route == chosen.route
-        assert config.DX_ALONE in alone.definitions
-        assert config.DX_ALONE not in chosen.definitions
+        assert apart.route == chosen.route
         if not warps:
             continue
+        assert alone.route == chosen.route
+        assert config.DX_ALONE in alone.definitions
+        assert config.DX_ALONE not in chosen.definitions
         assert (chosen.group_threads, chosen.slab_columns, chosen.slabs) == (warps * 32, slab, blocks)
-        assert defined(chosen, "ROW_WARPS") == warps
-        leaves = columns * itemsize % 128 != 0
-        assert ("OFF_LINES=1" in chosen.definitions, "OFF_LINES=1" in apart.definitions) == (leaves, True)
-        static = 3 << 10  # more than the kernel declares
-        assert max(one.shared_bytes for one in (chosen, alone, apart)) + static <= hopper.shared_bytes
-        assert 2 * (chosen.shared_bytes + 1024) > hopper.shared_bytes + 1024  # one block on a multiprocessor
-        step_rows = config.wide.WIDE_WARPS // warps * config.WIDE_ROWS
-        assert chosen.shared_bytes >= config.wide.WIDE_STAGES * 2 * step_rows * slab * itemsize
         assert config.few_rows_blocks(chosen, problem, True, hopper) is None
+        lines_are_left = [columns * itemsize % 128 != 0, True]
+        for one, leaves in zip((chosen, apart), lines_are_left, strict=True):
+            check_blocks_that_share_all_rows(one, 2, name, leaves)
+        check_blocks_that_share_all_rows(alone, 2, name, lines_are_left[0])
         others = [
             config.backward_config(problem, 8, hopper),
             *(
@@ -2197,6 +2216,77 @@ def test_rows_that_all_blocks_share(norm, itemsize, columns, warps, slab, blocks
         assert all(other.route != "wide" for other in others)
 
 
+def check_blocks_that_share_all_rows(chosen, arrays, name, leaves, words=0):
+    """Of a backward or a forward kernel through whose ring so many arrays go, and words of 16 bytes of each row."""
+    hopper, itemsize = DEVICES["sm_90"], DTYPES[name].itemsize
+    assert (chosen.file if arrays == 1 else f"backward_{chosen.route}.cu", chosen.definitions) in compiled_for(hopper)
+    assert ("OFF_LINES=1" in chosen.definitions) == leaves
+    assert chosen.slab_columns <= chosen.group_threads * defined(chosen, "COLUMNS_PER_THREAD")
+    assert chosen.slab_columns * itemsize % 128 == 0
+    assert defined(chosen, "ROW_WARPS") * 32 == chosen.group_threads
+    assert defined(chosen, "WIDE_WARPS") * 32 == chosen.threads
+    assert chosen.step_rows == chosen.threads // chosen.group_threads * defined(chosen, "WIDE_ROWS")
+    place_bytes = chosen.step_rows * arrays * (chosen.slab_columns * itemsize + 128 * leaves)
+    place_bytes += -(-chosen.step_rows * words * 16 // 128) * 128
+    assert chosen.stages == defined(chosen, "WIDE_STAGES")
+    assert chosen.shared_bytes >= chosen.stages * place_bytes
+    static = 3 << 10  # more than the kernel declares
+    assert chosen.shared_bytes + static <= hopper.shared_bytes
+    assert 2 * (chosen.shared_bytes + 1024) > hopper.shared_bytes + 1024  # one block on a multiprocessor
+    laps = defined(chosen, "WIDE_LAPS")
+    assert laps & (laps - 1) == 0
+    assert laps * chosen.step_rows * 132 * 8 <= defined(chosen, "WIDE_REGION_BYTES")
+
+
+@pytest.mark.parametrize(
+    ("norm", "itemsize", "columns", "vectors", "slab", "blocks"),
+    [
+        *(("rmsnorm", 2, 262136, 0, 0, 0), ("rmsnorm", 2, 262144, 1, 2048, 128), ("layernorm", 2, 229368, 0, 0, 0)),
+        *(("layernorm", 2, 229376, 1, 1792, 128), ("layernorm", 2, 262152, 1, 2048, 129)),
+        *(
+            (norm, *case)
+            for norm in ("rmsnorm", "layernorm")
+            for case in (
+                *((2, 270336, 1, 2048, 132), (2, 270344, 2, 2112, 129), (2, 540672, 2, 4096, 132)),
+                *((2, 540680, 4, 4160, 130), (2, 1081344, 4, 8192, 132), (2, 1081352, 0, 0, 0)),
+                *((4, 131072, 0, 0, 0), (4, 131076, 1, 1024, 129), (4, 135168, 1, 1024, 132)),
+                *((4, 135172, 2, 1056, 129), (4, 270336, 2, 2048, 132), (4, 270340, 4, 2080, 130)),
+                *((4, 540672, 4, 4096, 132), (4, 540676, 0, 0, 0)),
+            )
+        ),
+    ],
+)
+def test_rows_that_all_blocks_share_forward(norm, itemsize, columns, vectors, slab, blocks):
+    """As backward; what clusters hold goes to these, but for the longest."""
+    hopper = DEVICES["sm_90"]
+    for name, rows in product(("bfloat16", "float16") if itemsize == 2 else ("float32",), (1, 17, 1 << 20)):
+        problem = forward_of(backward(columns, name, name, rows, norm))
+        chosen = config.forward_config(problem, 16, hopper)
+        assert (chosen.kernel == "forward_wide") == (vectors > 0)
+        if not vectors:
+            continue
+        assert (chosen.slab_columns, chosen.slabs) == (slab, blocks)
+        assert defined(chosen, "COLUMNS_PER_THREAD") * itemsize == vectors * 16
+        apart = config.forward_config(replace(problem, x_row_stride=columns + 8), 16, hopper)
+        words = 3 if norm == "layernorm" and itemsize == 4 else 0
+        for one, leaves in ((chosen, columns * itemsize % 128 != 0), (apart, True)):
+            check_blocks_that_share_all_rows(one, 1, name, leaves, words)
+        others = [
+            config.forward_config(problem, 8, hopper),
+            config.forward_config(forward_of(backward(columns, "float64", "float64", rows, norm)), 16, hopper),
+            config.forward_config(problem, 16, hopper._replace(multiprocessors=119, memory_gbps=5000)),
+            *(config.forward_config(problem, 16, DEVICES[other]) for other in ("sm_90_slow", "sm_100", "sm_120")),
+        ]
+        assert all(other.kernel != "forward_wide" for other in others)
+
+
+@pytest.mark.parametrize(("norm", "mega"), [("rmsnorm", 36), ("layernorm", 72)])
+def test_what_all_blocks_share_leaves_the_cache_first_where_it_is_little(norm, mega):
+    problem = forward_of(backward(1 << 19, "bfloat16", "bfloat16", mega // 2, norm))
+    assert config.forward_wide_reads_once(problem)
+    assert not config.forward_wide_reads_once(replace(problem, rows=problem.rows + 1))
+
+
 @pytest.mark.parametrize(
     ("norm", "name", "columns", "lag"),
     [
@@ -2204,6 +2294,11 @@ def test_rows_that_all_blocks_share(norm, itemsize, columns, warps, slab, blocks
         *(("layernorm", "bfloat16", 131072, 1), ("layernorm", "bfloat16", 122880, 1)),
         *(("layernorm", "float16", 229376, 1), ("layernorm", "bfloat16", 262144, 2)),
         *(("rmsnorm", "float32", 57344, 2), ("layernorm", "float32", 65536, 1), ("layernorm", "float32", 81920, 2)),
+        *(
+            ("rmsnorm", "bfloat16", 524288, 2),
+            ("layernorm", "bfloat16", 524288, 1),
+            ("layernorm", "float32", 393216, 2),
+        ),
     ],
 )
 def test_how_late_blocks_read_the_sums_of_all(norm, name, columns, lag):
@@ -2211,7 +2306,7 @@ def test_how_late_blocks_read_the_sums_of_all(norm, name, columns, lag):
     problem = backward(columns, name, name, norm=norm)
     chosen = config.backward_config(problem, 16, DEVICES["sm_90"])
     assert chosen.route == "wide"
-    assert config.wide_lag(chosen, problem) == lag < config.wide.WIDE_BEHIND
+    assert config.wide_lag(chosen, problem) == lag < defined(chosen, "WIDE_BEHIND")
 
 
 def test_what_blocks_exchange_that_share_all_rows_is_kept():
@@ -2317,6 +2412,7 @@ def test_how_many_columns_a_block_of_a_cluster_has(device, norm, x, dy, columns,
     assert (chosen.route, chosen.gang, chosen.cluster, chosen.slab_columns) == ("staged", False, cluster, slab)
 
 
+@ELSEWHERE
 def test_gangs_are_no_larger_than_the_device_and_of_one_type():
     hopper = DEVICES["sm_90"]
     for columns, x, dy, aligned, norm in (
@@ -2409,6 +2505,7 @@ def replace_stages(chosen: config.ForwardConfig) -> config.ForwardConfig:
         (262144, 16, 64, True),
     ],
 )
+@ELSEWHERE
 def test_which_clusters_keep_pace_in_the_forward_pass_of_rmsnorm(columns, cluster, per_thread, paced):
     problem = backward(columns, "bfloat16", "bfloat16", norm="rmsnorm")
     problem = forward_of(problem)

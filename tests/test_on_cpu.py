@@ -632,6 +632,7 @@ WIDE_ROWS = [
     *((150, 96, 0, "forward_staged"), (60, 512, 0, "forward_staged"), (20, 4096, 0, "forward_staged")),
     *((30, 1001, 0, "forward_staged"), (2, 512, 0, "forward_few_rows"), (150, 96, 400, "forward_direct")),
     *((4, 9000, 0, "forward_split"), (4, 8201, 0, "forward_split")),
+    *((50, 2044, 0, "forward_wide"), (21, 3072, 0, "forward_wide"), (11, 3844, 0, "forward_wide")),  # float32 alone
 ]
 
 
@@ -658,10 +659,14 @@ def wide(request: pytest.FixtureRequest, device: KernelsOnCpu, monkeypatch: pyte
     if kernel == "forward_split":
         for attribute, value in {75: 8, 16: 4, 97: 166912}.items():
             monkeypatch.setitem(fake_device.ATTRIBUTES, attribute, value)
+    elif kernel == "forward_wide":
+        share_all_rows(monkeypatch, device, 4 if columns < 2048 else 3 if columns < 3800 else 2)
     elif "few" not in kernel:
         without_kernels_for_few_rows(monkeypatch)
 
     def forward_of(x: Any) -> tuple[Any, ...]:
+        if kernel == "forward_wide" and x.dtype == np.float64:
+            pytest.skip("no such kernel")
         placed = device.array((rows, columns + gap), x.dtype)[:, :columns]
         values(placed)[...] = x
         return run(device, cupynorm.layernorm_forward(placed), kernel)
@@ -1014,6 +1019,7 @@ def share_all_rows(monkeypatch: pytest.MonkeyPatch, device: KernelsOnCpu, multip
     monkeypatch.setitem(fake_device.ATTRIBUTES, 36, fake_device.ATTRIBUTES[36] * multiprocessors // 132)
     monkeypatch.setattr(device.cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 1)
     monkeypatch.setattr(wide, "WIDE_LEAST_BLOCKS", 1)
+    monkeypatch.setattr(wide, "FORWARD_WIDE_LEAST_COLUMNS", dict.fromkeys((2, 4), dict.fromkeys(NORMS, 1)))
 
 
 @pytest.mark.parametrize(
@@ -1026,6 +1032,9 @@ def share_all_rows(monkeypatch: pytest.MonkeyPatch, device: KernelsOnCpu, multip
         (2048, 4, 8, "float32", "float32"),
         (2044, 4, 8, "float32", "float32"),  # rows do not all begin at whole lines
         (2308, 3, 4, "float32", None),  # rows do not all begin at whole lines, and threads have no column
+        (3844, 2, 2, "float32", "float32"),  # the same, of two vectors
+        (6148, 2, 1, "float32", "float32"),  # by sixteen warps
+        (7160, 2, 2, "bfloat16", "bfloat16"),  # two vectors, LayerNorm by sixteen warps
     ],
 )
 def test_rows_that_all_blocks_share(
@@ -1062,6 +1071,67 @@ def test_rows_that_all_blocks_share(
             (ctypes.c_ubyte * ((wide.wide_exchange_bytes() - 128) // 2)).from_address(region)
         ).any()
     assert np.diff(launches).tolist() == [1] * (len(launches) - 1)
+
+
+@pytest.mark.parametrize(
+    ("columns", "multiprocessors", "step_rows", "name", "w"),
+    [
+        (4096, 4, 4, "bfloat16", "float32"),
+        (4088, 4, 4, "bfloat16", "bfloat16"),  # a vector is missing; rows do not all begin at whole lines
+        (4616, 3, 4, "bfloat16", None),  # threads without a column
+        (7168, 2, 4, "bfloat16", "float64"),  # two vectors
+        (10248, 2, 2, "bfloat16", None),  # four, of which threads have three, or two
+        (2044, 3, 4, "float32", "float32"),  # rows do not all begin at whole lines
+        (2308, 3, 4, "float32", "bfloat16"),  # rows do not all begin at whole lines, and threads have no column
+        (3844, 2, 4, "float32", "float32"),  # the same, of two vectors
+        (6148, 2, 2, "float32", "float32"),
+    ],
+)
+def test_rows_that_all_blocks_share_forward(
+    device: KernelsOnCpu,
+    monkeypatch: pytest.MonkeyPatch,
+    columns: int,
+    multiprocessors: int,
+    step_rows: int,
+    name: str,
+    w: str | None,
+) -> None:
+    """As backward, and in turn with that, by the same memory."""
+    share_all_rows(monkeypatch, device, multiprocessors)
+    first: dict[str, Any] = {}
+    launches = []
+    for norm, rows in product(NORMS, (33 * step_rows + 3, 1, step_rows, 2 * step_rows + 1)):
+        case = case_of(norm, rows, columns, name, w=w)
+        tensors = make_case(np, replace(case, rows=33 * step_rows + 3))
+        of_rows = {name: array for name, array in vars(tensors).items() if name in ("x", "dy", "mean", "rstd")}
+        tensors = replace(tensors, **{name: None if array is None else array[:rows] for name, array in of_rows.items()})
+        placed = on_device(device, tensors)
+        results = forward(norm, placed)
+        (launched,) = device.launched
+        assert launched.cooperative
+        assert launched.grid[0] == multiprocessors
+        ran = run(device, results, "forward_wide")
+        check_forward(case, tensors, ran)
+        for whole, part in zip(first.setdefault(norm, ran), ran, strict=True):
+            assert_same_bits((part,), (whole[:rows],))
+        other = case_of(norm, 9, 2048 * multiprocessors)
+        check_both(device, other, ("backward_wide", "forward_wide"))
+        launches.append(ctypes.c_uint.from_address(launched.named().exchange).value)
+    assert np.diff(launches).tolist() == [3] * (len(launches) - 1)
+
+
+@pytest.mark.parametrize("columns", [7168, 4088])
+def test_16_bit_rows_that_all_blocks_share_lose_nothing_far_from_zero(
+    device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """As rows of several warps."""
+    share_all_rows(monkeypatch, device, 4 if columns < 4096 else 2)
+    case = far("bfloat16", 100, columns)
+    tensors = make_case(np, case)
+    tensors = replace(tensors, x=(tensors.x.astype(np.float32) + 800).astype(tensors.x.dtype))
+    rstd = run(device, forward(case.norm, on_device(device, tensors)), "forward_wide")[-1]
+    variance = tensors.x.astype(np.float64).var(1)
+    np.testing.assert_allclose(rstd, 1 / np.sqrt(variance + DEFAULT_EPS["layernorm"]), rtol=6 * 2.0**-24)
 
 
 @pytest.mark.parametrize("norm", NORMS)

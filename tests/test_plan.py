@@ -1868,6 +1868,7 @@ def test_a_device_that_holds_no_cluster_so_large(
     assert blocks in device.launched[-1].definitions
 
 
+@pytest.mark.usefixtures("without_wide_rows")
 @pytest.mark.parametrize(
     ("most", "kernel"), [(16, "forward_staged"), (8, "forward_split_apply"), (1, "forward_split_apply")]
 )

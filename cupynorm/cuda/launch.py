@@ -105,7 +105,7 @@ class Backward:
             problem.out_row_stride,
             problem.columns,
             config.slab_columns,
-            -(-problem.rows // (config.groups * choose.WIDE_ROWS)),
+            -(-problem.rows // config.step_rows),
             float(one / problem.compute_dtype.type(problem.columns)),
             _code(w_dtype),
             _code(problem.parameter_dtype),
@@ -276,6 +276,9 @@ class Forward:
         if not problem.rows:
             return
         config, main, device = _chosen(choose.forward_config, _forward_main, problem, offsets, w_offsets)
+        if config.step_rows:
+            self._take_wide(config, main)
+            return
         steps, walk_rows, drawn_steps, lead, step_counters, sums_bytes = 1, problem.rows, 0, 0, 1, 0
         if few := choose.forward_few_rows(config, problem, device):
             self._launches = [Launch(_kernel("forward_few_rows", few.definitions), few.threads).over(few.blocks)]
@@ -294,30 +297,48 @@ class Forward:
         if self._workspace.is_too_large:
             self._pieces = [(Forward(half, offsets, w_offsets), row) for half, row in _halves(problem)]
 
-        def make_arguments() -> tuple[Arguments]:
-            arguments = Arguments(
-                choose.FORWARD_ARGUMENTS,
-                6,
-                problem.rows,
-                walk_rows,
-                problem.x_row_stride,
-                problem.out_row_stride,
-                problem.eps,
-                problem.columns,
-                _code(problem.w_dtype),
-                _code(problem.b_dtype),
-                config.group_threads,
-                config.slab_columns,
-                config.stages,
-                steps,
-                config.groups,
-                drawn_steps,
-                lead,
-                step_counters,
-            )
-            return (arguments,)
+        self._take_arguments(
+            choose.FORWARD_ARGUMENTS,
+            problem.rows,
+            walk_rows,
+            problem.x_row_stride,
+            problem.out_row_stride,
+            problem.eps,
+            problem.columns,
+            _code(problem.w_dtype),
+            _code(problem.b_dtype),
+            config.group_threads,
+            config.slab_columns,
+            config.stages,
+            steps,
+            config.groups,
+            drawn_steps,
+            lead,
+            step_counters,
+        )
 
-        self._thread = _with_kept(make_arguments)
+    def _take_wide(self, config: choose.ForwardConfig, main: Launch) -> None:
+        problem = self.problem
+        self._workspace = _Workspace(0, wide=choose.wide_exchange_bytes())
+        self._launches = [main.over(config.slabs, cooperative=True)]  # its blocks wait for each other
+        self._take_arguments(
+            choose.WIDE_FORWARD_ARGUMENTS,
+            problem.rows,
+            problem.x_row_stride,
+            problem.out_row_stride,
+            problem.eps,
+            problem.columns,
+            config.slab_columns,
+            -(-problem.rows // config.step_rows),
+            _code(problem.w_dtype),
+            _code(problem.b_dtype),
+            choose.forward_wide_reads_once(problem),
+            choose.FORWARD_WIDE_LAG,
+        )
+
+    def _take_arguments(self, layout: str, *fixed: Any) -> None:
+        """Of the kernel's struct, what is behind the addresses of a call."""
+        self._thread = _with_kept(lambda: (Arguments(layout, 6, *fixed),))
 
     def __call__(self, x: int, w: int, b: int, residual: int, y: int, *statistics: int) -> None:
         """Fill y, mean (LayerNorm) and rstd."""
@@ -405,7 +426,7 @@ class _Workspace:
 
     The counters are those of counters.cuh or a Meeting (reduction.cuh), which begins with them. What gangs exchange
     (gang.cuh) takes the place of the last of the sizes; `wide` is what all blocks exchange that share each row
-    (backward_wide.cu), which have neither counters nor sizes. All these are zero at first.
+    (wide.cuh), which have neither counters nor sizes. All these are zero at first.
 
     A stream's launches follow one another, so its calls use the same memory, which is kept from call to call, for
     KEPT_STREAMS streams. A graph, which may be launched on any stream, has its own, and so has a call that needs more
@@ -524,8 +545,7 @@ def _backward_main(config: choose.BackwardConfig) -> Launch:
         return _staged_launch(config, config.definitions)
     name = "backward_split_apply" if config.route == "split" else f"backward_{config.route}"
     main = kernel(f"backward_{config.route}.cu", name, config.definitions)
-    threads = choose.WIDE_THREADS if config.route == "wide" else config.threads
-    return Launch(main, threads, shared_bytes=config.shared_bytes)
+    return Launch(main, _all_threads(config), shared_bytes=config.shared_bytes)
 
 
 def _staged_launch(config: choose.BackwardConfig, definitions: tuple[str, ...]) -> Launch:
@@ -546,7 +566,12 @@ def _forward_main(config: choose.ForwardConfig) -> Launch:
         staged = (config.kernel, config.definitions)
         _load(cupy.cuda.runtime.getDevice(), staged, ("forward_few_rows", few))
     main = kernel(config.file, config.kernel, config.definitions)
-    return Launch(main, config.threads, shared_bytes=config.shared_bytes, cluster=config.cluster)
+    return Launch(main, _all_threads(config), shared_bytes=config.shared_bytes, cluster=config.cluster)
+
+
+def _all_threads(config: choose.BackwardConfig | choose.ForwardConfig) -> int:
+    """With those that do not work on rows."""
+    return config.threads + (choose.WIDE_OTHER_THREADS if config.step_rows else 0)
 
 
 @functools.cache

@@ -65,7 +65,15 @@ from .walkers import (
     slab_sums_bytes,
     sums_walkers,
 )
-from .wide import WIDE_ARGUMENTS, WIDE_ROWS, WIDE_THREADS, wide_exchange_bytes, wide_lag
+from .wide import (
+    FORWARD_WIDE_LAG,
+    WIDE_ARGUMENTS,
+    WIDE_FORWARD_ARGUMENTS,
+    WIDE_OTHER_THREADS,
+    forward_wide_reads_once,
+    wide_exchange_bytes,
+    wide_lag,
+)
 
 __all__ = [
     "ANY_W",
@@ -74,6 +82,7 @@ __all__ = [
     "ELEMENT_CODES",
     "FEW_ROWS_ARGUMENTS",
     "FORWARD_ARGUMENTS",
+    "FORWARD_WIDE_LAG",
     "KEPT_BYTES",
     "KEPT_COUNTER_BYTES",
     "KEPT_EXCHANGE_BYTES",
@@ -85,8 +94,8 @@ __all__ = [
     "STEP_COUNTERS_BYTES",
     "WIDENING_ARGUMENTS",
     "WIDE_ARGUMENTS",
-    "WIDE_ROWS",
-    "WIDE_THREADS",
+    "WIDE_FORWARD_ARGUMENTS",
+    "WIDE_OTHER_THREADS",
     "WORKSPACE_BYTES",
     "Access",
     "BackwardConfig",
@@ -108,6 +117,7 @@ __all__ = [
     "forward_split_walkers",
     "forward_steps",
     "forward_walkers",
+    "forward_wide_reads_once",
     "grid",
     "least_steps",
     "meeting_bytes",

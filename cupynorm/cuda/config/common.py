@@ -134,6 +134,7 @@ class BackwardConfig(NamedTuple):
     paced_steps: int = PACE_FORWARD_LEAST_STEPS  # of a walker, from which on it is
     step_counters: int = 1
     gang: bool = False  # the blocks of a row are no cluster
+    step_rows: int = 0  # wide route: of all groups
 
     @property
     def groups(self) -> int:
@@ -155,15 +156,16 @@ class ForwardConfig(NamedTuple):
     """How one forward problem runs: see the head of the source file for what the words mean."""
 
     file: str
-    kernel: str  # "forward_direct", "forward_split_apply" or "forward_staged"
+    kernel: str  # "forward_direct", "forward_split_apply", "forward_staged" or "forward_wide"
     definitions: tuple[str, ...]
     threads: int
     group_threads: int
     slab_columns: int = 0
-    slabs: int = 1  # split route
+    slabs: int = 1  # split and wide routes
     cluster: int = 1
     stages: int = 0
     shared_bytes: int = 0
+    step_rows: int = 0  # wide route: of all groups
     drawn_part: float = 0.0  # of the steps of a long launch,
     drawn_steps: int = 16  # where each walker has so many
     lead: int = 0  # of a walker, in quarters of a step, where pace is kept

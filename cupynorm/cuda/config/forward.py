@@ -58,6 +58,7 @@ from .common import (
     vector_width,
 )
 from .walkers import takes_at_least, usual_clusters
+from .wide import forward_wide_config
 
 # In vectors or off 16 bytes, by bytes of x's type. In vectors, 1 GB, LayerNorm: N=384 223 → 185 us, N=192 255 →
 # 183; with 32, N=256 194 → 177, and since such rows draw 512 179 → 171. Not one lane, nor two with 32, as lanes so far
@@ -394,6 +395,8 @@ def forward_config(
     vector = vector_width(x) if alignment == 16 and problem.columns % vector_width(x) == 0 else 1
     access = access_of(problem, vector > 1, alignment, device)
     definitions = forward_definitions(problem.norm, x, vector > 1, reserved_of(problem))
+    if wide := forward_wide_config(problem, vector > 1, definitions, device, start):
+        return wide
     if device.has_clusters and (staged := _forward_staged(problem, vector, access, definitions, device, odd, start)):
         return staged
     per_thread = columns_per_thread(x)

@@ -57,7 +57,14 @@ from .forward import (
     forward_part_of_warp_lanes,
     may_draw_short_rows,
 )
-from .wide import WIDE_LEAST_COLUMNS, may_be_wide, wide_definitions
+from .wide import (
+    FORWARD_WIDE_SHAPES,
+    WIDE_ARGUMENTS,
+    WIDE_FORWARD_ARGUMENTS,
+    WIDE_LEAST_COLUMNS,
+    may_be_wide,
+    wide_definitions,
+)
 
 
 class Variant(NamedTuple):
@@ -80,9 +87,9 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         for threads in DIRECT_MAX_THREADS[vector][: 1 if device.has_clusters else None]:
             direct = (*definitions, *direct_definitions(columns_per_thread(x), threads, vector))
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
-        shared_by = WIDE_LEAST_COLUMNS[ITEMSIZE[x]] if may_be_wide(x, dy, vector, device) else ()
-        for warps, off_lines in product(shared_by, (False, True)):
-            wide = (*definitions, *wide_definitions(x, warps, off_lines))
+        shared_by = WIDE_LEAST_COLUMNS[want_db][ITEMSIZE[x]] if may_be_wide(x, dy, vector, device) else ()
+        for shape, off_lines in product(shared_by, (False, True)):
+            wide = (*definitions, *wide_definitions(WIDE_ARGUMENTS, x, shape, off_lines))
             for of_wide in (wide,) if want_db else (wide, for_dx_alone(wide, paced=True)):
                 yield Variant("backward_wide.cu", ("backward_wide",), of_wide)
         for any_w in (False, True):
@@ -127,6 +134,10 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         for access in _long_accesses(x, None, vector, device):
             split = (*definitions, *direct_forward_definitions(columns_per_thread(x), access=access))
             yield Variant("forward_split.cu", ("forward_split_sums", "forward_split_apply"), split)
+        shared_by = FORWARD_WIDE_SHAPES if may_be_wide(x, x, vector, device) else ()
+        for shape, off_lines in product(shared_by, (False, True)):
+            wide = (*definitions, *wide_definitions(WIDE_FORWARD_ARGUMENTS, x, shape, off_lines))
+            yield Variant("forward_wide.cu", ("forward_wide",), wide)
         choices = functools.partial(forward_choice, norm, x, vector)
         parts = forward_part_of_warp_lanes(x, vector, SINGLE, choices(1, device), device)
         for per_thread, lanes in _held(parts):
