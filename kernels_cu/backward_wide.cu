@@ -11,6 +11,7 @@
 // Compile-time switches, beside those of backward.cuh and wide.cuh:
 //   DX_ALONE   1: no sums of columns
 #include "backward.cuh"
+constexpr bool kSpreadsEntries = true;
 #include "wide.cuh"
 
 #ifndef DX_ALONE
