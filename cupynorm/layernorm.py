@@ -70,7 +70,7 @@ def layernorm_backward(
 
     Rows that lie at one stride (x[..., :n] of a larger array) are read in place; other layouts are copied.
     The same inputs on the same GPU model give the same bits, and a row's dx does not depend on the rows beside it,
-    where they lie in the same layout and db is asked for in either call or in neither.
+    where they lie in the same layout and db is asked for in both calls or in neither.
     """
     if output_mask is not None:
         output_mask = plain_mask(output_mask, has_bias)

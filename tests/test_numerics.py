@@ -382,9 +382,10 @@ def placed_from(xp: Any, array: Any, start: int) -> Any:
 @pytest.mark.parametrize(
     ("rows", "columns"), [(1, 163841), (150, 163841), (2, 262150), (2, 262148), (2, 262152), (140, 66000)]
 )
+@pytest.mark.usefixtures("without_wide_rows")
 def test_rows_that_no_cluster_holds(norm: str, x: str, rows: int, columns: int) -> None:
     """Forward, by blocks that have a part of it each and read it twice, by single elements, by two and four of 16 bits,
-    and in vectors; 66000 of other types than float64 are still held."""
+    and in vectors, as where all blocks do not share rows; 66000 of other types than float64 are still held."""
     cupy = pytest.importorskip("cupy")
     case = Case(norm, rows, columns, x, "float32", x, seed=rows)
     tensors = make_case(cupy, case)
@@ -438,7 +439,7 @@ def test_rows_far_from_zero(xp: Any, x: str, rows: int, columns: int) -> None:
 @pytest.mark.parametrize("rows", [1, 12])
 def test_long_rows_far_from_zero(xp: Any, x: str, rows: int, columns: int) -> None:
     """On an H200 or H100 by clusters of four, eight and sixteen, as launch choices are; longer ones of wider types by
-    parts."""
+    parts, or by all blocks."""
     case = far(x, rows, columns)
     tensors = make_case(xp, case)
     check_forward(case, tensors, forward(case.norm, tensors))

@@ -773,19 +773,26 @@ def test_what_all_blocks_exchange_is_zero_at_first_and_theirs_alone(
     """In kept memory behind what gangs exchange, and before a w that was widened."""
     monkeypatch.setattr(device.cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 1)
     device.stream = FakeStream(7, capturing)
-    for rows, columns in ((3, 262144), (900, 131072)):
+    for rows, columns, kernel in (
+        (3, 262144, "backward_wide"),
+        (900, 131072, "backward_wide"),
+        (5, 262144, "forward_wide"),
+    ):
         arrays = {name: device.array((rows, columns), "float16") for name in ("x", "dy")}
-        cupynorm.rmsnorm_backward(**arrays, w=device.array((columns,), w), rstd=device.array((rows,)))
+        if kernel == "forward_wide":
+            cupynorm.rmsnorm_forward(arrays["x"], device.array((columns,), w))
+        else:
+            cupynorm.rmsnorm_backward(**arrays, w=device.array((columns,), w), rstd=device.array((rows,)))
         launch = device.launched[-1]
-        assert (launch.kernel, launch.cooperative, launch.grid) == ("backward_wide", True, (128, 1, 1))
+        assert (launch.kernel, launch.cooperative, launch.grid) == (kernel, True, (128, 1, 1))
         named = launch.named()
         start, size = next((s, n) for s, n in reversed(device.zeroed) if s <= named.exchange < s + n)
         assert named.exchange % 128 == 0
         assert named.exchange + config.wide_exchange_bytes() <= start + size
         assert named.exchange == start + config.KEPT_COUNTER_BYTES + config.KEPT_EXCHANGE_BYTES
-        if w == "float64":
+        if w == "float64" and kernel == "backward_wide":
             assert named.w >= start + size
-    assert len(device.zeroed) == (2 if capturing else 1)
+    assert len(device.zeroed) == (3 if capturing else 1)
 
 
 def test_a_large_workspace_is_not_kept(device: FakeDevice) -> None:
