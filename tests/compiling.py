@@ -1,6 +1,6 @@
 """What the assembler says of every kernel variant: stack and spills, for every architecture that the library speaks of.
 
-All of them, some 21500 (12900 took 80 to 100 minutes on two cores), with cupynorm installed:
+All of them, some 21700 (12900 took 80 to 100 minutes on two cores), with cupynorm installed:
 
     python tests/compiling.py
 
