@@ -143,6 +143,8 @@ def check_calls(cupy: Any, norm: str, columns: int, dtype: str, rows: int) -> No
     assert_same_bits(backward(norm, tensors, has_bias=case.has_bias, out=out), results)
     alone = backward(norm, tensors, has_bias=case.has_bias, output_mask=(True, *(False for _ in results[1:])))
     assert same_bits(alone[0], backward(norm, tensors, has_bias=False)[0])
+    if not (columns > 270336 and columns % 8 == 0 and case.x != "float32"):  # whose blocks go by whether db is summed
+        assert same_bits(alone[0], results[0])
     sums = backward(norm, tensors, has_bias=case.has_bias, output_mask=(False, *(True for _ in results[1:])))
     check_backward(case, tensors, (results[0], *sums[1:]))
 

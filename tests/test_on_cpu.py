@@ -17,6 +17,7 @@ from grid import Case, far, make_case
 from helpers import DEFAULT_EPS, DTYPES, NORMS, Tensors, assert_same_bits, backward, forward, spoilt
 from on_cpu import COMPILER, KernelsOnCpu, as_cpp, values
 from test_numerics import check_backward, check_forward
+from test_promises import some_rows
 
 import cupynorm
 
@@ -1054,9 +1055,7 @@ def test_rows_that_all_blocks_share(
     launches = []
     for norm, rows in product(NORMS, (17 * step_rows + 3, 1, step_rows, 2 * step_rows + 1)):
         case = case_of(norm, rows, columns, name, w=w)
-        tensors = make_case(np, replace(case, rows=17 * step_rows + 3))
-        of_rows = {name: array for name, array in vars(tensors).items() if name in ("x", "dy", "mean", "rstd")}
-        tensors = replace(tensors, **{name: None if array is None else array[:rows] for name, array in of_rows.items()})
+        tensors = some_rows(make_case(np, replace(case, rows=17 * step_rows + 3)), slice(rows))
         results = backward(norm, on_device(device, tensors), has_bias=case.has_bias)
         (launched,) = device.launched
         assert launched.cooperative
@@ -1102,9 +1101,7 @@ def test_rows_that_all_blocks_share_forward(
     launches = []
     for norm, rows in product(NORMS, (33 * step_rows + 3, 1, step_rows, 2 * step_rows + 1)):
         case = case_of(norm, rows, columns, name, w=w)
-        tensors = make_case(np, replace(case, rows=33 * step_rows + 3))
-        of_rows = {name: array for name, array in vars(tensors).items() if name in ("x", "dy", "mean", "rstd")}
-        tensors = replace(tensors, **{name: None if array is None else array[:rows] for name, array in of_rows.items()})
+        tensors = some_rows(make_case(np, replace(case, rows=33 * step_rows + 3)), slice(rows))
         placed = on_device(device, tensors)
         results = forward(norm, placed)
         (launched,) = device.launched
@@ -1136,7 +1133,11 @@ def test_16_bit_rows_that_all_blocks_share_lose_nothing_far_from_zero(
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
-    ("columns", "multiprocessors", "x"), [(4096, 4, "bfloat16"), (6144, 3, "bfloat16"), (2308, 3, "float32")]
+    ("columns", "multiprocessors", "x"),
+    [
+        *((4096, 4, "bfloat16"), (6144, 3, "bfloat16"), (2308, 3, "float32")),
+        *((3844, 2, "float32"), (6148, 2, "float32")),  # two vectors, sixteen warps
+    ],
 )
 def test_rows_that_all_blocks_share_and_what_is_not_wanted(
     device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, norm: str, columns: int, multiprocessors: int, x: str
