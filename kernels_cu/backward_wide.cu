@@ -9,13 +9,17 @@
 // block's groups.
 //
 // Compile-time switches, beside those of backward.cuh and wide.cuh:
-//   DX_ALONE   1: no sums of columns
+//   DX_ALONE             1: no sums of columns
+//   WIDE_SHARED_TOTALS   1: the second level of these lies in shared memory, behind the ring
 #include "backward.cuh"
 constexpr bool kSpreadsEntries = true;
 #include "wide.cuh"
 
 #ifndef DX_ALONE
 #define DX_ALONE 0
+#endif
+#ifndef WIDE_SHARED_TOTALS
+#define WIDE_SHARED_TOTALS 0
 #endif
 constexpr bool kSumsColumns = !DX_ALONE;
 
@@ -68,32 +72,88 @@ struct AddedUp {
 };
 using Block = WideBlock<WideArguments, AddedUp>;
 
-// A thread's sums of its columns over rows: in registers, so many rows at a time, then added up with what each addition loses.
-struct WideColumnSums {
-    Compute rows[kVectors][kVector], sum[kVectors][kVector], lost[kVectors][kVector];
+// Sums of a vector's columns, and what additions to these have lost.
+struct VectorTotals {
+    float sum[kVector], lost[kVector];
 
-    __device__ WideColumnSums() {
+    __device__ void add(const float (&rows)[kVector]) {
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) {  // TwoSum
+            const float total = sum[v] + rows[v], part = total - sum[v];
+            lost[v] += (sum[v] - (total - part)) + (rows[v] - part);
+            sum[v] = total;
+        }
+    }
+};
+
+// Those of a thread's columns: in registers, or where these are too few, in shared memory, by vectors of 16 bytes.
+template <bool kShared> struct Totals {
+    VectorTotals own[kVectors];
+
+    __device__ Totals(char*, const WideColumns&) {}
+    __device__ VectorTotals get(int k) const { return own[k]; }
+    __device__ void put(int k, const VectorTotals& totals) { own[k] = totals; }
+    __device__ static int bytes(int) { return 0; }
+};
+template <> struct Totals<true> {
+    static constexpr int kPieces = int(sizeof(VectorTotals)) / 16;
+    float4* const memory;
+    const WideColumns& own;
+
+    __device__ Totals(char* memory, const WideColumns& own) : memory(reinterpret_cast<float4*>(memory)), own(own) {}
+    __device__ VectorTotals get(int k) const {
+        VectorTotals totals;
+        const float4* const pieces = pieces_at(own.readable(k));
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) reinterpret_cast<float4*>(&totals)[i] = pieces[i * vectors()];
+        return totals;
+    }
+    __device__ void put(int k, const VectorTotals& totals) {
+        if (!own.holds(k)) return;
+        float4* const pieces = pieces_at(own.at(k));
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) pieces[i * vectors()] = reinterpret_cast<const float4*>(&totals)[i];
+    }
+    // Of so many columns.
+    __device__ static int bytes(int columns) { return columns / kVector * int(sizeof(VectorTotals)); }
+
+private:
+    __device__ int vectors() const { return own.columns / kVector; }
+    // Of a column's vector the first; pieces i of all vectors lie side by side.
+    __device__ float4* pieces_at(int column) const {
+        asm volatile("" : "+r"(column));  // found anew each time, for this takes no register meanwhile
+        return memory + column / kVector;
+    }
+};
+using ColumnTotals = Totals<WIDE_SHARED_TOTALS>;
+static_assert(!WIDE_SHARED_TOTALS || kGroups == 1, "groups would share them");
+
+// A thread's sums of its columns over rows: so many rows at a time in registers, then added up.
+template <bool kWanted> struct WideColumnSums {
+    Compute rows[kVectors][kVector];
+    ColumnTotals totals;
+
+    __device__ WideColumnSums(char* memory, const WideColumns& own) : totals(memory, own) {
         fill_columns(rows, 0.0f);
-        fill_columns(sum, 0.0f);
-        fill_columns(lost, 0.0f);
+        if (!kWanted) return;
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) totals.put(k, {});
     }
     __device__ void flush() {
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
-#pragma unroll
-            for (int v = 0; v < kVector; ++v) {  // TwoSum
-                const float total = sum[k][v] + rows[k][v], part = total - sum[k][v];
-                lost[k][v] += (sum[k][v] - (total - part)) + (rows[k][v] - part);
-                sum[k][v] = total;
-                rows[k][v] = 0.0f;
-            }
+            VectorTotals sums = totals.get(k);
+            sums.add(rows[k]);
+            totals.put(k, sums);
         }
+        fill_columns(rows, 0.0f);
     }
     __device__ void get(int k, float (&values)[kVector]) const {
+        const VectorTotals sums = totals.get(k);
 #pragma unroll
         for (int v = 0; v < kVector; ++v) {
-            const float left = lost[k][v];
-            values[v] = left == left ? sum[k][v] + left : sum[k][v];  // which may be infinite
+            const float left = sums.lost[v];
+            values[v] = left == left ? sums.sum[v] + left : sums.sum[v];  // which may be infinite
         }
     }
 };
@@ -147,9 +207,9 @@ struct StepRows {
     __device__ StepRows(const Block& block, const WideColumns& own, int stage, int j, int group_row) {
         const int rows = block.rows_of(j, group_row);
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
+        for (int k = 0; k < kVectors; ++k) {
 #pragma unroll
-            for (int k = 0; k < kVectors; ++k) {
+            for (int i = 0; i < kRows; ++i) {
                 x[i][k].load(block.in_ring(stage, 0, j, group_row + i, own.readable(k)));
                 dy[i][k].load(reinterpret_cast<const Dy*>(block.in_ring(stage, 1, j, group_row + i, own.readable(k))));
             }
@@ -168,8 +228,8 @@ struct StepRows {
 };
 
 // dw or db, of all threads that work on rows; `scratch` has room for a float32 for each of their columns.
-__device__ inline void write_sums(const Block& block, const WideColumnSums& sums, void* target, int group, const WideColumns& own,
-                                  float* scratch) {
+template <class Sums>
+__device__ void write_sums(const Block& block, const Sums& sums, void* target, int group, const WideColumns& own, float* scratch) {
     const WideArguments& a = block.a;
     if (!target) return;
     if (kGroups == 1 && a.aligned_sums && (a.dw_code == kFloat32 || a.dw_code == kCodeOf<X>)) {
@@ -216,7 +276,9 @@ __device__ inline void work(const Block& block, const Weights<>& w, const WideCo
     const WideArguments& a = block.a;
     const int lane = threadIdx.x % 32, group = warp / kRowWarps, group_row = group * kRows, steps = a.steps;
     StatisticsAhead statistics(a, group_row);
-    WideColumnSums dw, db;
+    char* const totals = block.place(kStages);  // behind the ring
+    WideColumnSums<kSumsColumns> dw(totals, own);
+    WideColumnSums<kSumsColumns && kWantDb> db(totals + ColumnTotals::bytes(own.columns), own);
     int rows_since_flush = 0;
     Block::Place place;
     int old_stage = 0;
@@ -236,26 +298,28 @@ __device__ inline void work(const Block& block, const Weights<>& w, const WideCo
             block.full[place.stage].wait(place.parity);
             const StepRows now(block, own, place.stage, j, group_row);
             constexpr int kSums = kLayerNorm ? 2 : 1;
-            float numbers[kRows * kSums];
+            float numbers[kRows * kSums] = {};
 #pragma unroll
-            for (int i = 0; i < kRows; ++i) {
-                Sums<float> sums = {0.0f, 0.0f};
+            for (int k = 0; k < kVectors; ++k) {
+                if (own.warp_lacks(k)) break;
 #pragma unroll
-                for (int k = 0; k < kVectors; ++k) {
+                for (int i = 0; i < kRows; ++i) {
                     float x[kVector], dy[kVector];
                     now.x[i][k].unpack(x);
                     now.dy[i][k].unpack(dy);
 #pragma unroll
                     for (int v = 0; v < kVector; ++v) {
                         const float product = dy[v] * rows[i].centred(x[v]);
-                        sums.first = fused(product, w.own[k][v], sums.first);
-                        if constexpr (kLayerNorm) sums.second = fused(dy[v], w.own[k][v], sums.second);
+                        float& first = numbers[i * kSums];
+                        first = fused(product, w.own[k][v], first);
+                        if constexpr (kLayerNorm) {
+                            float& second = numbers[i * kSums + 1];
+                            second = fused(dy[v], w.own[k][v], second);
+                        }
                         if constexpr (kSumsColumns) dw.rows[k][v] += product * rows[i].rstd;
                         if constexpr (kSumsColumns && kWantDb) db.rows[k][v] += dy[v];
                     }
                 }
-                numbers[i * kSums] = sums.first;
-                if constexpr (kLayerNorm) numbers[i * kSums + 1] = sums.second;
             }
             rows_since_flush += kRows;
             if (a.dx) {
@@ -278,13 +342,20 @@ __device__ inline void work(const Block& block, const Weights<>& w, const WideCo
             const StepRows old(block, own, old_stage, past, group_row);
             block.wait_for_totals(past);
             const int rows = block.rows_of(past, group_row);
+            RowStatistics of_row[kRows];
+            Sums<float> sums[kRows];
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
-                const RowStatistics row = statistics.of(j, kBehind, i);
-                const RowCoefficients coefficients(block.total(past, group_row + i), a.reciprocal_columns, row);
+                of_row[i] = statistics.of(j, kBehind, i);
+                sums[i] = block.total(past, group_row + i);
+            }
 #pragma unroll
-                for (int k = 0; k < kVectors; ++k) {
-                    const XVector packed = second_half(k, old.x[i][k], old.dy[i][k], w, row, coefficients);
+            for (int k = 0; k < kVectors; ++k) {
+                if (own.warp_lacks(k)) break;
+#pragma unroll
+                for (int i = 0; i < kRows; ++i) {
+                    const RowCoefficients coefficients(sums[i], a.reciprocal_columns, of_row[i]);
+                    const XVector packed = second_half(k, old.x[i][k], old.dy[i][k], w, of_row[i], coefficients);
                     if (own.holds(k) && i < rows) packed.store_streaming(dx + i * a.dx_row_stride + own.at(k));
                 }
             }

@@ -105,9 +105,10 @@ struct StepRows {
 
     __device__ StepRows(const Block& block, const WideColumns& own, int stage, int j, int group_row) {
         const int rows = block.rows_of(j, group_row);
+        const float origins = origin_of(block.words_in_ring(stage, group_row + threadIdx.x % kRows));  // a lane has one
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const float origin = origin_of(block.words_in_ring(stage, group_row + i));
+            const float origin = kHasOrigin ? __shfl_sync(0xffffffffu, origins, i) : 0.0f;
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
                 Vector packed = {};
@@ -119,15 +120,20 @@ struct StepRows {
     }
 };
 
-// A sum over a thread's columns, of term(k, v) of each, in several chains: one would wait for itself.
-template <class Term> __device__ float sum_of_columns(Term term) {
-    float chains[4] = {};
+// For each row a sum over a thread's columns, of term(i, k, v) of each, in several chains: one would wait for itself.
+template <class Term> __device__ void sum_of_columns(const WideColumns& own, float (&sums)[kRows], Term term) {
+    float chains[kRows][4] = {};
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
+        if (own.warp_lacks(k)) break;
 #pragma unroll
-        for (int v = 0; v < kVector; ++v) chains[v % 4] += term(k, v);
+        for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+            for (int v = 0; v < kVector; ++v) chains[i][v % 4] += term(i, k, v);
+        }
     }
-    return chains[0] + chains[1] + (chains[2] + chains[3]);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) sums[i] = chains[i][0] + chains[i][1] + (chains[i][2] + chains[i][3]);
 }
 
 // By the warps that work on rows.
@@ -150,25 +156,24 @@ struct Worker {
         const StepRows rows(block, own, stage, j, group_row);
         float own_sums[kRows], numbers[kRows], sum = 0.0f;
         if constexpr (kLayerNorm) {
+            sum_of_columns(own, own_sums, [&](int i, int k, int v) { return rows.x[i][k][v]; });
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) numbers[i] = own_sums[i];
+            sum = sum_numbers(numbers);
+            float means[kRows], centres[kRows];
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
-                numbers[i] = own_sums[i] = sum_of_columns([&](int k, int v) { return rows.x[i][k][v]; });
+                means[i] = mean_of(__shfl_sync(0xffffffffu, sum, i * kLanes), reciprocal_warp_columns);
+                centres[i] = part.centre(own_sums[i], means[i]);
             }
-            sum = sum_numbers(numbers);
-        }
+            sum_of_columns(own, numbers, [&](int i, int k, int v) {
+                const float distance = rows.x[i][k][v] - (own.holds(k) ? centres[i] : 0.0f);
+                return distance * distance;
+            });
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            if constexpr (kLayerNorm) {
-                const float mean = mean_of(__shfl_sync(0xffffffffu, sum, i * kLanes), reciprocal_warp_columns);
-                const float centre = part.centre(own_sums[i], mean);
-                const float squares = sum_of_columns([&](int k, int v) {
-                    const float distance = rows.x[i][k][v] - (own.holds(k) ? centre : 0.0f);
-                    return distance * distance;
-                });
-                numbers[i] = part.about(mean, centre, squares, own_sums[i]);
-            } else {
-                numbers[i] = sum_of_columns([&](int k, int v) { return rows.x[i][k][v] * rows.x[i][k][v]; });
-            }
+            for (int i = 0; i < kRows; ++i) numbers[i] = part.about(means[i], centres[i], numbers[i], own_sums[i]);
+        } else {
+            sum_of_columns(own, numbers, [&](int i, int k, int v) { return rows.x[i][k][v] * rows.x[i][k][v]; });
         }
         const float squares = sum_numbers(numbers);
         if (lane % kLanes == 0) block.posted(j, group_row + lane / kLanes, warp) = {squares, sum};
@@ -179,12 +184,15 @@ struct Worker {
         StepRows rows(block, own, stage, j, group_row);
         block.wait_for_totals(j);
         const int count = block.rows_of(j, group_row);
+        Sums<float> totals[kRows];
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            const Sums<float> total = block.total(j, group_row + i);
-            const float mean = total.first, rstd = total.second;
+        for (int i = 0; i < kRows; ++i) totals[i] = block.total(j, group_row + i);
 #pragma unroll
-            for (int k = 0; k < kVectors; ++k) {
+        for (int k = 0; k < kVectors; ++k) {
+            if (own.warp_lacks(k)) break;
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+                const float mean = totals[i].first, rstd = totals[i].second;
                 float(&x)[kVector] = rows.x[i][k];
 #pragma unroll
                 for (int v = 0; v < kVector; ++v) {

@@ -68,6 +68,7 @@ struct WideState {
     Sums<float> totals[kSlots][kStepRows];
     unsigned launches;
 };
+static_assert(sizeof(WideState) <= WIDE_STATE_BYTES, "a block has so many beside what it gets dynamically");
 
 // An entry: a row's sums in one block, the second for LayerNorm alone. The first has its lap's parity, 1 in the first lap, for its
 // last bit, which is no part of the sum: that so has a bit less, the same in any lap, and is infinite if it was.
@@ -398,6 +399,10 @@ struct WideColumns {
         : first((int(threadIdx.x) / 32 % kRowWarps * 32 + int(threadIdx.x) % 32) * kVector), columns(columns) {}
     __device__ int at(int k) const { return first + k * kRowWarps * 32 * kVector; }
     __device__ bool holds(int k) const { return threadIdx.x < kThreads && at(k) < columns; }
+    // Whether no thread of the warp holds it, nor those behind it.
+    __device__ bool warp_lacks(int k) const {
+        return k > 0 && (k * kRowWarps + __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) % kRowWarps) * 32 * kVector >= columns;
+    }
     // Who has no column reads one all the same.
     __device__ int readable(int k) const { return holds(k) ? at(k) : 0; }
 };

@@ -47,7 +47,7 @@ def layout_of(kernel: str, definitions: tuple[str, ...]) -> str:
         "FewRowsArguments": config.FEW_ROWS_ARGUMENTS[config.common.compute_name(x_type)],
         "ForwardArguments": config.FORWARD_ARGUMENTS,
         "WideArguments": config.WIDE_ARGUMENTS,
-        "WideForwardArguments": config.WIDE_FORWARD_ARGUMENTS,
+        "WideForwardArguments": config.FORWARD_WIDE_ARGUMENTS,
         "WideningArguments": config.WIDENING_ARGUMENTS,
     }
     return layouts[struct_of(kernel)[1]]

@@ -2149,37 +2149,48 @@ def test_rows_that_eight_blocks_do_not_hold_go_to_gangs(device, norm, columns, n
 
 
 # Of rows that all blocks share, by whether db is summed: bytes of an element, columns, the warps that share a block's
-# part of a row, its columns, and blocks; or zeros, where they do not.
+# part of a row, its rows of a step, its columns, and blocks; or zeros, where they do not.
+NOT_WIDE = 0, 0, 0, 0
 WIDE = {
     db: (
-        *((2, 109824, 0, 0, 0), (2, 109832, 4, 896, 123), (2, 122880, 4, 960, 128), (2, 126728, 4, 1024, 124)),
-        *((2, 131072, 4, 1024, 128), (2, 135168, 4, 1024, 132), (2, 135176, 0, 0, 0)),
-        *((2, 194304, 0, 0, 0), (2, 194312, 8, 1536, 127), (2, 196608, 8, 1536, 128), (2, 229376, 8, 1792, 128)),
-        *((2, 262144, 8, 2048, 128), (2, 262152, 8, 2048, 129), (2, 270336, 8, 2048, 132)),
-        *((4, 54912, 0, 0, 0), (4, 54916, 4, 448, 123), (4, 65536, 4, 512, 128), (4, 67584, 4, 512, 132)),
-        *((4, 67588, 8, 544, 125), (4, 98304, 8, 768, 128), (4, 131072, 8, 1024, 128), (4, 135168, 8, 1024, 132)),
-        *((4, 135172, 8, 1056, 129), (4, 262144, 8, 2016, 131), (4, 270336, 8, 2048, 132)),
-        *((4, 270340, 16, 2080, 130), (4, 524288, 16, 4000, 132), (4, 540672, 16, 4096, 132), (4, 540676, 0, 0, 0)),
+        *((2, 109824, *NOT_WIDE), (2, 109832, 4, 8, 896, 123), (2, 122880, 4, 8, 960, 128)),
+        *((2, 126728, 4, 8, 1024, 124), (2, 131072, 4, 8, 1024, 128), (2, 135168, 4, 8, 1024, 132)),
+        *((2, 135176, *NOT_WIDE), (2, 194304, *NOT_WIDE), (2, 194312, 8, 4, 1536, 127), (2, 196608, 8, 4, 1536, 128)),
+        *((2, 229376, 8, 4, 1792, 128), (2, 262144, 8, 4, 2048, 128), (2, 262152, 8, 4, 2048, 129)),
+        *((2, 270336, 8, 4, 2048, 132), (2, 270344, 8, 4, 2112, 129), (2, 321024, 8, 4, 2432, 132)),
+        *((4, 54912, *NOT_WIDE), (4, 54916, 4, 8, 448, 123), (4, 65536, 4, 8, 512, 128), (4, 67584, 4, 8, 512, 132)),
+        *((4, 67588, 8, 4, 544, 125), (4, 98304, 8, 4, 768, 128), (4, 131072, 8, 4, 1024, 128)),
+        *((4, 135168, 8, 4, 1024, 132), (4, 135172, 8, 4, 1056, 129), (4, 168960, 8, 4, 1280, 132)),
+        *((4, 168964, 8, 2, 1312, 129), (4, 262144, 8, 2, 2016, 131), (4, 270336, 8, 2, 2048, 132)),
+        *((4, 270340, 16, 2, 2080, 130), (4, 337920, 16, 2, 2560, 132), (4, 337924, 16, 1, 2592, 131)),
+        *((4, 524288, 16, 1, 4000, 132), (4, 540672, 16, 1, 4096, 132), (4, 540676, *NOT_WIDE)),
         *longest,
     )
     for db, longest in {
         False: (
-            *((2, 270344, 8, 2112, 129), (2, 540672, 8, 4096, 132), (2, 540680, 16, 4160, 130)),
-            *((2, 1081344, 16, 8192, 132), (2, 1081352, 0, 0, 0)),
+            *((2, 321032, 8, 2, 2496, 129), (2, 540672, 8, 2, 4096, 132), (2, 540680, 16, 2, 4160, 130)),
+            *((2, 743424, 16, 2, 5632, 132), (2, 743432, 16, 1, 5696, 131), (2, 1081344, 16, 1, 8192, 132)),
+            (2, 1081352, *NOT_WIDE),
         ),
         True: (
-            *((2, 270344, 0, 0, 0), (2, 380160, 0, 0, 0), (2, 380168, 16, 2944, 130)),
-            *((2, 540672, 16, 4096, 132), (2, 540680, 0, 0, 0)),
+            *((2, 371712, 8, 4, 2816, 132), (2, 371720, 8, 2, 2880, 130), (2, 540672, 8, 2, 4096, 132)),
+            *((2, 540680, 16, 1, 4160, 130), (2, 937728, 16, 1, 7104, 132), (2, 937736, *NOT_WIDE)),
         ),
     }.items()
+}
+# Whether a kernel has the second level of its columns' sums in shared memory: bytes of an element, db, warps, rows.
+SHARED_TOTALS = {
+    *((2, True, 8, 4), (2, True, 8, 2), (2, True, 16, 1), (2, False, 16, 2)),
+    *((4, False, 16, 2), (4, True, 16, 2)),
 }
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize(
-    ("db", "itemsize", "columns", "warps", "slab", "blocks"), [(db, *case) for db in WIDE for case in WIDE[db]]
+    ("db", "itemsize", "columns", "warps", "step_rows", "slab", "blocks"),
+    [(db, *case) for db in WIDE for case in WIDE[db]],
 )
-def test_rows_that_all_blocks_share(norm, db, itemsize, columns, warps, slab, blocks):
+def test_rows_that_all_blocks_share(norm, db, itemsize, columns, warps, step_rows, slab, blocks):
     """In vectors of one type, of 16 bits or float32, where memory is as fast as an H200's, on as many multiprocessors:
     any number of rows, dx alone as beside dw."""
     hopper = DEVICES["sm_90"]
@@ -2198,10 +2209,17 @@ def test_rows_that_all_blocks_share(norm, db, itemsize, columns, warps, slab, bl
         if not warps:
             continue
         assert (chosen.group_threads, chosen.slab_columns, chosen.slabs) == (warps * 32, slab, blocks)
+        # Orders of a row's sums, and so its bits, are those of the columns alone.
+        assert chosen.step_rows == apart.step_rows == step_rows
+        assert (apart.group_threads, apart.slab_columns) == (warps * 32, slab)
+        two_vectors = chosen.per_thread * itemsize == 32
+        shared = two_vectors and (itemsize, db, warps, step_rows) in SHARED_TOTALS
+        assert ("WIDE_SHARED_TOTALS=1" in chosen.definitions) == shared
+        sums = (1 + db) * shared
         assert config.few_rows_blocks(chosen, problem, True, hopper) is None
         lines_are_left = [columns * itemsize % 128 != 0, True]
         for one, leaves in zip((chosen, apart), lines_are_left, strict=True):
-            check_blocks_that_share_all_rows(one, 2, name, leaves)
+            check_blocks_that_share_all_rows(one, 2, name, leaves, sums=sums)
         check_blocks_that_share_all_rows(alone, 2, name, lines_are_left[0])
         others = [
             config.backward_config(problem, 8, hopper),
@@ -2216,8 +2234,9 @@ def test_rows_that_all_blocks_share(norm, db, itemsize, columns, warps, slab, bl
         assert all(other.route != "wide" for other in others)
 
 
-def check_blocks_that_share_all_rows(chosen, arrays, name, leaves, words=0):
-    """Of a backward or a forward kernel through whose ring so many arrays go, and words of 16 bytes of each row."""
+def check_blocks_that_share_all_rows(chosen, arrays, name, leaves, words=0, sums=0):
+    """Of a backward or a forward kernel through whose ring so many arrays go, and words of 16 bytes of each row; behind
+    it lie so many sums of each column, and what they have lost."""
     hopper, itemsize = DEVICES["sm_90"], DTYPES[name].itemsize
     assert (chosen.file if arrays == 1 else f"backward_{chosen.route}.cu", chosen.definitions) in compiled_for(hopper)
     assert ("OFF_LINES=1" in chosen.definitions) == leaves
@@ -2229,7 +2248,9 @@ def check_blocks_that_share_all_rows(chosen, arrays, name, leaves, words=0):
     place_bytes = chosen.step_rows * arrays * (chosen.slab_columns * itemsize + 128 * leaves)
     place_bytes += -(-chosen.step_rows * words * 16 // 128) * 128
     assert chosen.stages == defined(chosen, "WIDE_STAGES")
-    assert chosen.shared_bytes >= chosen.stages * place_bytes
+    assert chosen.stages > defined(chosen, "WIDE_BEHIND") + 1
+    assert 1 <= chosen.lag < defined(chosen, "WIDE_BEHIND")  # a block that reads a step's sums so late has posted them
+    assert chosen.shared_bytes >= chosen.stages * place_bytes + sums * chosen.slab_columns * 8
     static = 3 << 10  # more than the kernel declares
     assert chosen.shared_bytes + static <= hopper.shared_bytes
     assert 2 * (chosen.shared_bytes + 1024) > hopper.shared_bytes + 1024  # one block on a multiprocessor
@@ -2294,19 +2315,20 @@ def test_what_all_blocks_share_leaves_the_cache_first_where_it_is_little(norm, m
         *(("layernorm", "bfloat16", 131072, 1), ("layernorm", "bfloat16", 122880, 1)),
         *(("layernorm", "float16", 229376, 1), ("layernorm", "bfloat16", 262144, 2)),
         *(("rmsnorm", "float32", 57344, 2), ("layernorm", "float32", 65536, 1), ("layernorm", "float32", 81920, 2)),
+        *(("rmsnorm", "bfloat16", 278528, 2), ("rmsnorm", "bfloat16", 524288, 2), ("layernorm", "bfloat16", 278528, 2)),
+        *(("layernorm", "bfloat16", 360448, 1), ("layernorm", "bfloat16", 524288, 2)),  # the first has four stages
         *(
-            ("rmsnorm", "bfloat16", 524288, 2),
-            ("layernorm", "bfloat16", 524288, 1),
+            ("layernorm", "bfloat16", 802816, 2),
+            ("layernorm", "float16", 917504, 1),
             ("layernorm", "float32", 393216, 2),
         ),
     ],
 )
 def test_how_late_blocks_read_the_sums_of_all(norm, name, columns, lag):
-    """No later than rows wait for them: a block that reads a step's sums so late has posted them."""
     problem = backward(columns, name, name, norm=norm)
     chosen = config.backward_config(problem, 16, DEVICES["sm_90"])
     assert chosen.route == "wide"
-    assert config.wide_lag(chosen, problem) == lag < defined(chosen, "WIDE_BEHIND")
+    assert chosen.lag == lag
 
 
 def test_what_blocks_exchange_that_share_all_rows_is_kept():

@@ -111,7 +111,7 @@ class Backward:
             _code(problem.parameter_dtype),
             sums_aligned,
             choose.reads_once(problem),
-            choose.wide_lag(config, problem),
+            config.lag,
         )
 
     def _walk(
@@ -322,7 +322,7 @@ class Forward:
         self._workspace = _Workspace(0, wide=choose.wide_exchange_bytes())
         self._launches = [main.over(config.slabs, cooperative=True)]  # its blocks wait for each other
         self._take_arguments(
-            choose.WIDE_FORWARD_ARGUMENTS,
+            choose.FORWARD_WIDE_ARGUMENTS,
             problem.rows,
             problem.x_row_stride,
             problem.out_row_stride,
@@ -333,7 +333,7 @@ class Forward:
             _code(problem.w_dtype),
             _code(problem.b_dtype),
             choose.forward_wide_reads_once(problem),
-            choose.FORWARD_WIDE_LAG,
+            config.lag,
         )
 
     def _take_arguments(self, layout: str, *fixed: Any) -> None:
@@ -425,8 +425,8 @@ class _Workspace:
     A last part, of `beside` bytes, is no argument of the main kernel; it lies `self.beside` bytes from the start.
 
     The counters are those of counters.cuh or a Meeting (reduction.cuh), which begins with them. What gangs exchange
-    (gang.cuh) takes the place of the last of the sizes; `wide` is what all blocks exchange that share each row
-    (wide.cuh), which have neither counters nor sizes. All these are zero at first.
+    (gang.cuh) takes the place of the last of the sizes; `wide`, what all blocks exchange that share each row (wide.cuh)
+    and have neither counters nor sizes, that of the counters. All these are zero at first.
 
     A stream's launches follow one another, so its calls use the same memory, which is kept from call to call, for
     KEPT_STREAMS streams. A graph, which may be launched on any stream, has its own, and so has a call that needs more
@@ -446,12 +446,10 @@ class _Workspace:
         places = zip((*starts, 0), (*sizes, counter_bytes), strict=True)
         self._starts = [start if size else None for start, size in places]
         self._zeros = counter_bytes
-        if exchange:
-            start = choose.KEPT_COUNTER_BYTES if self._keeps else counters
-            self._starts[-2], self._zeros = start, start + exchange
-        if wide:
-            start = _KEPT_WIDE if self._keeps else 0
-            self._starts, self._zeros = [start], start + wide
+        if exchange or wide:
+            kept_at, place = (choose.KEPT_COUNTER_BYTES, -2) if exchange else (_KEPT_WIDE, -1)
+            start = kept_at if self._keeps else counters
+            self._starts[place], self._zeros = start, start + exchange + wide
         self._has_parts = bool(counter_bytes or exchange or wide or any(sizes))
         self._bytes = end if self._has_parts or beside else 0
 

@@ -66,13 +66,11 @@ from .walkers import (
     sums_walkers,
 )
 from .wide import (
-    FORWARD_WIDE_LAG,
+    FORWARD_WIDE_ARGUMENTS,
     WIDE_ARGUMENTS,
-    WIDE_FORWARD_ARGUMENTS,
     WIDE_OTHER_THREADS,
     forward_wide_reads_once,
     wide_exchange_bytes,
-    wide_lag,
 )
 
 __all__ = [
@@ -82,7 +80,7 @@ __all__ = [
     "ELEMENT_CODES",
     "FEW_ROWS_ARGUMENTS",
     "FORWARD_ARGUMENTS",
-    "FORWARD_WIDE_LAG",
+    "FORWARD_WIDE_ARGUMENTS",
     "KEPT_BYTES",
     "KEPT_COUNTER_BYTES",
     "KEPT_EXCHANGE_BYTES",
@@ -94,7 +92,6 @@ __all__ = [
     "STEP_COUNTERS_BYTES",
     "WIDENING_ARGUMENTS",
     "WIDE_ARGUMENTS",
-    "WIDE_FORWARD_ARGUMENTS",
     "WIDE_OTHER_THREADS",
     "WORKSPACE_BYTES",
     "Access",
@@ -128,6 +125,5 @@ __all__ = [
     "slab_sums_bytes",
     "sums_walkers",
     "wide_exchange_bytes",
-    "wide_lag",
     "widening_definitions",
 ]

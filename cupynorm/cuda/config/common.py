@@ -135,6 +135,7 @@ class BackwardConfig(NamedTuple):
     step_counters: int = 1
     gang: bool = False  # the blocks of a row are no cluster
     step_rows: int = 0  # wide route: of all groups
+    lag: int = 0  # and how many steps blocks post themselves before they read one
 
     @property
     def groups(self) -> int:
@@ -166,6 +167,7 @@ class ForwardConfig(NamedTuple):
     stages: int = 0
     shared_bytes: int = 0
     step_rows: int = 0  # wide route: of all groups
+    lag: int = 0  # and how many steps blocks post themselves before they read one
     drawn_part: float = 0.0  # of the steps of a long launch,
     drawn_steps: int = 16  # where each walker has so many
     lead: int = 0  # of a walker, in quarters of a step, where pace is kept

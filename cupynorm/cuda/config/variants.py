@@ -26,7 +26,6 @@ from .backward import (
 from .common import (
     ANY_WARPS,
     CLUSTERS,
-    ITEMSIZE,
     ODD,
     ODD_BY_ELEMENT,
     ODD_MOST_CLUSTER,
@@ -58,12 +57,12 @@ from .forward import (
     may_draw_short_rows,
 )
 from .wide import (
-    FORWARD_WIDE_SHAPES,
+    FORWARD_WIDE_ARGUMENTS,
     WIDE_ARGUMENTS,
-    WIDE_FORWARD_ARGUMENTS,
-    WIDE_LEAST_COLUMNS,
+    forward_wide_shapes,
     may_be_wide,
     wide_definitions,
+    wide_shapes,
 )
 
 
@@ -87,8 +86,7 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         for threads in DIRECT_MAX_THREADS[vector][: 1 if device.has_clusters else None]:
             direct = (*definitions, *direct_definitions(columns_per_thread(x), threads, vector))
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
-        shared_by = WIDE_LEAST_COLUMNS[want_db][ITEMSIZE[x]] if may_be_wide(x, dy, vector, device) else ()
-        for shape, off_lines in product(shared_by, (False, True)):
+        for shape, off_lines in wide_shapes(x, want_db) if may_be_wide(x, dy, vector, device) else ():
             wide = (*definitions, *wide_definitions(WIDE_ARGUMENTS, x, shape, off_lines))
             for of_wide in (wide,) if want_db else (wide, for_dx_alone(wide, paced=True)):
                 yield Variant("backward_wide.cu", ("backward_wide",), of_wide)
@@ -134,9 +132,8 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         for access in _long_accesses(x, None, vector, device):
             split = (*definitions, *direct_forward_definitions(columns_per_thread(x), access=access))
             yield Variant("forward_split.cu", ("forward_split_sums", "forward_split_apply"), split)
-        shared_by = FORWARD_WIDE_SHAPES if may_be_wide(x, x, vector, device) else ()
-        for shape, off_lines in product(shared_by, (False, True)):
-            wide = (*definitions, *wide_definitions(WIDE_FORWARD_ARGUMENTS, x, shape, off_lines))
+        for shape, off_lines in forward_wide_shapes(x, norm) if may_be_wide(x, x, vector, device) else ():
+            wide = (*definitions, *wide_definitions(FORWARD_WIDE_ARGUMENTS, x, shape, off_lines))
             yield Variant("forward_wide.cu", ("forward_wide",), wide)
         choices = functools.partial(forward_choice, norm, x, vector)
         parts = forward_part_of_warp_lanes(x, vector, SINGLE, choices(1, device), device)

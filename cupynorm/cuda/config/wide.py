@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple
 
 from ...problem import NormProblem
@@ -23,7 +23,7 @@ from .common import (
 )
 
 WIDE_ARGUMENTS = "9P4q3if2h??Bx"  # struct WideArguments in backward_wide.cu
-WIDE_FORWARD_ARGUMENTS = "7P3qd3i2h?B6x"  # struct WideForwardArguments in forward_wide.cu
+FORWARD_WIDE_ARGUMENTS = "7P3qd3i2h?B6x"  # struct WideForwardArguments in forward_wide.cu
 
 
 class WideShape(NamedTuple):
@@ -35,6 +35,7 @@ class WideShape(NamedTuple):
     vectors: int  # of a row, of each thread
     stages: int = 6  # steps in the ring
     behind: int = 3  # steps from a row's sums to what is written of it
+    shared_totals: bool = False  # backward: the second level of dw's and db's sums lies in shared memory, not registers
 
     @property
     def step_rows(self) -> int:
@@ -46,14 +47,21 @@ class WideShape(NamedTuple):
         """Steps whose sums have a place in memory: a power of two."""
         return 1 << (2 * self.behind + 1).bit_length()
 
-    def holds(self, columns: int, x: str) -> bool:
-        """Whether a block's part of a row may have so many."""
-        return columns <= self.warps * WARP * self.vectors * vector_width(x)
+    @property
+    def region_bytes(self) -> int:
+        """What these sums take at most: kEntryBytes of wide.cuh, of LayerNorm."""
+        return self.laps * self.step_rows * WIDE_MOST_BLOCKS * (16 if self.step_rows <= 2 else 8)
+
+    def most_columns(self, x: str) -> int:
+        """That a block's part of a row may have."""
+        return self.warps * WARP * self.vectors * vector_width(x)
 
 
-Shapes = dict[WideShape, int]  # and for each so many columns of a block, at least: the first that holds these is taken
+Shapes = dict[WideShape, int]  # and for each so many columns of a block, at least; the first that has room is taken
 
 WIDE_READERS = 2  # warps that read all blocks' sums
+WIDE_LEAST_STAGES = 4  # fewer keep memory less busy than gangs do (LayerNorm, 16 bits, 1048576, by three: 274 → 360 us)
+WIDE_SHARED_BYTES, WIDE_STATE_BYTES = 224 << 10, 3 << 10  # of a block: what a launch asks for, struct WideState at most
 WIDE_OTHER_THREADS = (2 + WIDE_READERS) * WARP  # of a block, beside those that work on rows
 
 # Fewer blocks than 123 were not timed. At most: multiprocessors.
@@ -70,15 +78,31 @@ _OF_16_BITS: Shapes = {WideShape(8, 4, 4, 1): 896, WideShape(8, 8, 4, 1): 1536}
 _OF_FLOAT32: Shapes = {
     WideShape(8, 4, 4, 1): 448,
     WideShape(8, 8, 4, 1): 544,
-    WideShape(8, 8, 2, 2): 1025,
-    WideShape(16, 16, 1, 2): 2049,
+    WideShape(8, 8, 2, 2): 1281,
+    WideShape(8, 8, 4, 2): 1025,
+    WideShape(16, 16, 1, 2): 2561,
+    WideShape(16, 16, 2, 2, shared_totals=True): 2049,
 }
 WIDE_LEAST_COLUMNS: dict[bool, dict[int, Shapes]] = {
     False: {
-        2: _OF_16_BITS | {WideShape(8, 8, 2, 2): 2049, WideShape(16, 16, 1, 2): 4097},
+        2: {
+            **_OF_16_BITS,
+            WideShape(8, 8, 2, 2): 2433,
+            WideShape(8, 8, 4, 2): 2049,
+            WideShape(16, 16, 2, 2, shared_totals=True): 4097,
+            WideShape(16, 16, 1, 2): 4097,
+        },
         4: _OF_FLOAT32,
     },
-    True: {2: _OF_16_BITS | {WideShape(16, 16, 2, 1): 2944}, 4: _OF_FLOAT32},
+    True: {
+        2: {
+            **_OF_16_BITS,
+            WideShape(8, 8, 4, 2, shared_totals=True): 2049,
+            WideShape(8, 8, 2, 2, shared_totals=True): 2049,
+            WideShape(16, 16, 1, 2, shared_totals=True): 4097,
+        },
+        4: _OF_FLOAT32,
+    },
 }
 
 # Forward, and rows of so many columns at least, by bytes of an element: those that no cluster holds, and few that one
@@ -93,11 +117,20 @@ FORWARD_WIDE_SHAPES: Shapes = dict.fromkeys(
     (WideShape(8, 8, 4, 1, stages=8, behind=4), WideShape(8, 8, 4, 2), WideShape(8, 8, 2, 4)), 1
 )
 FORWARD_WIDE_WORDS = 3  # kWords of forward_wide.cu, where that has any
-FORWARD_WIDE_LAG = 2  # as wide_lag()
+FORWARD_WIDE_LAG = 2  # as _lag()
 
 # Forward, where x and y take so many bytes at most, x is read so that it leaves the L2 cache first (524288, 33 MB of x
 # and y 15.4 → 14.9 us, LayerNorm 17.9 → 17.3, 67 MB 24.5 → 24.4, 27.1 → 26.4, 134 MB 40.3 → 41.4, 42.9 → 43.6).
 FORWARD_WIDE_READ_ONCE_BYTES = {"rmsnorm": 36 << 20, "layernorm": 72 << 20}
+
+
+class _InShared(NamedTuple):
+    """What lies in a block's shared memory: a ring that so many arrays go through, and words of 16 bytes of each row,
+    and so many sums of each column, where a shape has these there."""
+
+    arrays: int
+    words: int = 0
+    sums: int = 0
 
 
 class _Blocks(NamedTuple):
@@ -107,7 +140,7 @@ class _Blocks(NamedTuple):
     slab: int
     number: int
     off_lines: bool
-    row_bytes: int  # from row to row in the ring
+    shared_bytes: int
 
 
 def wide_config(
@@ -122,8 +155,8 @@ def wide_config(
     x = problem.x_dtype.name
     if not may_be_wide(x, name_of(problem.dy_dtype), vector, device):
         return None
-    shapes = WIDE_LEAST_COLUMNS[kernels_sum_db(problem)][ITEMSIZE[x]]
-    blocks = _blocks(problem, shapes, device, start, problem.x_row_stride, problem.dy_row_stride)
+    shapes, memory = _of_backward(x, kernels_sum_db(problem))
+    blocks = _blocks(problem, shapes, memory, device, start, problem.x_row_stride, problem.dy_row_stride)
     if blocks is None:
         return None
     return BackwardConfig(
@@ -134,8 +167,9 @@ def wide_config(
         slab_columns=blocks.slab,
         slabs=blocks.number,
         stages=blocks.shape.stages,
-        shared_bytes=_shared_bytes(blocks, 2, 0, device),
+        shared_bytes=blocks.shared_bytes,
         step_rows=blocks.shape.step_rows,
+        lag=_lag(problem, blocks),
     )
 
 
@@ -148,21 +182,22 @@ def forward_wide_config(
         return None
     if problem.columns < FORWARD_WIDE_LEAST_COLUMNS[ITEMSIZE[x]][problem.norm]:
         return None
-    blocks = _blocks(problem, FORWARD_WIDE_SHAPES, device, start, problem.x_row_stride)
+    shapes, memory = _of_forward(x, problem.norm)
+    blocks = _blocks(problem, shapes, memory, device, start, problem.x_row_stride)
     if blocks is None:
         return None
-    words = FORWARD_WIDE_WORDS if problem.norm == "layernorm" and ITEMSIZE[x] > 2 else 0
     return ForwardConfig(
         "forward_wide.cu",
         "forward_wide",
-        (*definitions, *wide_definitions(WIDE_FORWARD_ARGUMENTS, x, blocks.shape, blocks.off_lines)),
+        (*definitions, *wide_definitions(FORWARD_WIDE_ARGUMENTS, x, blocks.shape, blocks.off_lines)),
         threads=blocks.shape.block_warps * WARP,
         group_threads=blocks.shape.warps * WARP,
         slab_columns=blocks.slab,
         slabs=blocks.number,
         stages=blocks.shape.stages,
-        shared_bytes=_shared_bytes(blocks, 1, words, device),
+        shared_bytes=blocks.shared_bytes,
         step_rows=blocks.shape.step_rows,
+        lag=FORWARD_WIDE_LAG,
     )
 
 
@@ -171,41 +206,80 @@ def may_be_wide(x: str, dy: str, vector: bool, device: Device) -> bool:
     return x == dy and ITEMSIZE[x] in FORWARD_WIDE_LEAST_COLUMNS and vector and device.is_fast_9_0
 
 
-def _blocks(problem: NormProblem, least_columns: Shapes, device: Device, start: int, *strides: int) -> _Blocks | None:
+def wide_shapes(x: str, sums_db: bool) -> list[tuple[WideShape, bool]]:
+    """All that the backward pass has kernels for, and whether for rows that leave whole lines."""
+    return _all_shapes(x, *_of_backward(x, sums_db))
+
+
+def forward_wide_shapes(x: str, norm: str) -> list[tuple[WideShape, bool]]:
+    """And the forward pass."""
+    return _all_shapes(x, *_of_forward(x, norm))
+
+
+def _of_backward(x: str, sums_db: bool) -> tuple[Shapes, _InShared]:
+    return WIDE_LEAST_COLUMNS[sums_db][ITEMSIZE[x]], _InShared(arrays=2, sums=1 + sums_db)
+
+
+def _of_forward(x: str, norm: str) -> tuple[Shapes, _InShared]:
+    has_words = norm == "layernorm" and ITEMSIZE[x] > 2
+    return FORWARD_WIDE_SHAPES, _InShared(arrays=1, words=FORWARD_WIDE_WORDS if has_words else 0)
+
+
+def _all_shapes(x: str, shapes: Shapes, memory: _InShared) -> list[tuple[WideShape, bool]]:
+    line = LINE_BYTES // ITEMSIZE[x]
+    most = max((shape.most_columns(x) for shape in shapes), default=0)
+    fitting = (_fitting(shapes, x, slab, memory) for slab in range(line, most + 1, line))
+    return sorted(product({of_slab[0] for of_slab in fitting if of_slab}, (False, True)))
+
+
+def _fitting(shapes: Shapes, x: str, slab: int, memory: _InShared) -> tuple[WideShape, int] | None:
+    """For blocks of so many columns the first shape that has room, with as many stages as there is room for, and the
+    bytes that they take. Rows that leave whole lines, which take a line more, are no question: orders of sums are those
+    of the shape.
+    """
+    row_bytes = slab * ITEMSIZE[x] + LINE_BYTES
+    for shape, least in shapes.items():
+        words_bytes = divide_up(shape.step_rows * memory.words * 16, LINE_BYTES) * LINE_BYTES
+        step_bytes = memory.arrays * shape.step_rows * row_bytes + words_bytes
+        totals_bytes = shape.shared_totals * memory.sums * slab * 8
+        stages = min(shape.stages, (WIDE_SHARED_BYTES - totals_bytes) // step_bytes)
+        if least <= slab <= shape.most_columns(x) and stages >= WIDE_LEAST_STAGES:
+            fitted = shape._replace(stages=stages, behind=min(shape.behind, stages - 2))
+            return fitted, stages * step_bytes + totals_bytes
+    return None
+
+
+def _blocks(
+    problem: NormProblem, shapes: Shapes, memory: _InShared, device: Device, start: int, *strides: int
+) -> _Blocks | None:
     """`strides` are those of the arrays that are read."""
     x = problem.x_dtype.name
     line = LINE_BYTES // ITEMSIZE[x]
-    lines = divide_up(problem.columns, line)
-    slab = divide_up(lines, min(device.multiprocessors, WIDE_MOST_BLOCKS)) * line
+    slab = divide_up(divide_up(problem.columns, line), min(device.multiprocessors, WIDE_MOST_BLOCKS)) * line
     number = divide_up(problem.columns, slab)
-    shape = next((shape for shape in least_columns if shape.holds(slab, x)), None)
-    if shape is None or slab < least_columns[shape] or number < WIDE_LEAST_BLOCKS:
-        return None
     off_lines = leaves_lines(start, *(stride * ITEMSIZE[x] for stride in strides))
-    return _Blocks(shape, slab, number, off_lines, (slab + off_lines * line) * ITEMSIZE[x])
+    fitting = _fitting(shapes, x, slab, memory)
+    if fitting is None or number < WIDE_LEAST_BLOCKS:
+        return None
+    shape, shared_bytes = fitting
+    # At least so many that no two blocks are on one multiprocessor.
+    return _Blocks(shape, slab, number, off_lines, max(shared_bytes, device.shared_bytes // 2))
 
 
-def _shared_bytes(blocks: _Blocks, arrays: int, words: int, device: Device) -> int:
-    """Of a ring that so many arrays go through, and words of 16 bytes of each row; and so many that no two blocks are
-    on one multiprocessor."""
-    rows = blocks.shape.step_rows
-    words_bytes = divide_up(rows * words * 16, LINE_BYTES) * LINE_BYTES
-    return max(blocks.shape.stages * (arrays * rows * blocks.row_bytes + words_bytes), device.shared_bytes // 2)
-
-
-def wide_lag(config: BackwardConfig, problem: NormProblem) -> int:
+def _lag(problem: NormProblem, blocks: _Blocks) -> int:
     """How many steps a block posts itself before it reads all blocks' sums of one.
 
     1 GB, with one and two: 262144, RMSNorm, 247.6, 236.6 us, LayerNorm 243.9, 241.2; but 131072, LayerNorm, 240.8,
     249.4, and where threads are idle, 122880 245.2, 246.8, 229376, LayerNorm, 244.7, 249.9. Float32: 65536 243.7,
-    237.8, LayerNorm 238.2, 246.1; 114688 247.6, 236.3, LayerNorm 244.9, 240.8. Fewer than the shape's `behind`.
+    237.8, LayerNorm 238.2, 246.1; 114688 247.6, 236.3, LayerNorm 244.9, 240.8. By two vectors a thread: 278528 249.3,
+    241.8, float32 139264 248.8, 238.1, LayerNorm 524288 272.1, 263.0, 557056 328.3, 332.0. Fewer than the shape's
+    `behind`.
     """
-    itemsize = problem.x_dtype.itemsize
-    few_warps = config.group_threads < config.threads
-    idle = config.slab_columns < config.per_thread * config.group_threads
-    if problem.norm == "layernorm":
-        return 1 if few_warps or (idle and itemsize == 2) else 2
-    return 1 if few_warps and idle and itemsize == 2 else 2
+    x, shape = problem.x_dtype.name, blocks.shape
+    few_warps = shape.warps < shape.block_warps
+    idle = shape.vectors == 1 and ITEMSIZE[x] == 2 and blocks.slab < shape.most_columns(x)
+    one = few_warps or idle if problem.norm == "layernorm" else few_warps and idle
+    return 1 if one else min(2, shape.behind - 1)
 
 
 def forward_wide_reads_once(problem: NormProblem) -> bool:
@@ -224,11 +298,13 @@ def wide_definitions(arguments: str, x: str, shape: WideShape, off_lines: bool) 
         f"WIDE_ROWS={shape.rows}",
         f"WIDE_STAGES={shape.stages}",
         f"WIDE_BEHIND={shape.behind}",
+        *(("WIDE_SHARED_TOTALS=1",) if shape.shared_totals else ()),
         f"WIDE_READERS={WIDE_READERS}",
         f"WIDE_LAPS={shape.laps}",
         f"WIDE_LEAST_BLOCKS={WIDE_LEAST_BLOCKS}",
         f"WIDE_MOST_BLOCKS={WIDE_MOST_BLOCKS}",
         f"WIDE_REGION_BYTES={_region_bytes()}",
+        f"WIDE_STATE_BYTES={WIDE_STATE_BYTES}",
         f"WIDE_{argument_bytes(arguments)}",
     )
 
@@ -239,7 +315,6 @@ def wide_exchange_bytes() -> int:
 
 
 def _region_bytes() -> int:
-    """Of the entries of a launch, LayerNorm's: a pair of float32 for each block and each row of a step."""
+    """Of the entries of a launch."""
     of_types = (shapes for of_sums in WIDE_LEAST_COLUMNS.values() for shapes in of_sums.values())
-    shapes = (*chain.from_iterable(of_types), *FORWARD_WIDE_SHAPES)
-    return max(shape.laps * shape.step_rows * WIDE_MOST_BLOCKS * 8 for shape in shapes)
+    return max(shape.region_bytes for shape in (*chain.from_iterable(of_types), *FORWARD_WIDE_SHAPES))
