@@ -86,66 +86,78 @@ struct VectorTotals {
     }
 };
 
-// Those of a thread's columns: in registers, or where these are too few, in shared memory, by vectors of 16 bytes.
+// Those of a thread's columns: in registers, or where these are too few, in shared memory: the sums of the block's
+// columns, and behind them what they have lost.
 template <bool kShared> struct Totals {
     VectorTotals own[kVectors];
 
-    __device__ Totals(char*, const WideColumns&) {}
+    __device__ Totals(float*, const WideColumns&, bool) {
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) own[k] = {};
+    }
+    __device__ void add(int k, const float (&rows)[kVector]) { own[k].add(rows); }
     __device__ VectorTotals get(int k) const { return own[k]; }
-    __device__ void put(int k, const VectorTotals& totals) { own[k] = totals; }
-    __device__ static int bytes(int) { return 0; }
+    __device__ static int floats(int) { return 0; }
 };
 template <> struct Totals<true> {
-    static constexpr int kPieces = int(sizeof(VectorTotals)) / 16;
-    float4* const memory;
+    using Piece = Packed<float, kVector>;
+    float* const memory;
     const WideColumns& own;
 
-    __device__ Totals(char* memory, const WideColumns& own) : memory(reinterpret_cast<float4*>(memory)), own(own) {}
-    __device__ VectorTotals get(int k) const {
-        VectorTotals totals;
-        const float4* const pieces = pieces_at(own.readable(k));
+    __device__ Totals(float* memory, const WideColumns& own, bool wanted) : memory(memory), own(own) {
+        if (!wanted) return;
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i) reinterpret_cast<float4*>(&totals)[i] = pieces[i * vectors()];
+        for (int k = 0; k < kVectors; ++k) put(k, {});
+    }
+    __device__ void add(int k, const float (&rows)[kVector]) {
+        VectorTotals totals = get(k);
+        totals.add(rows);
+        put(k, totals);
+    }
+    __device__ VectorTotals get(int k) const {
+        VectorTotals totals = {};
+        if (!own.holds(k)) return totals;
+        const float* const sums = sums_at(k);
+        Piece sum, lost;
+        sum.load(sums);
+        lost.load(sums + own.columns);
+        sum.unpack(totals.sum);
+        lost.unpack(totals.lost);
         return totals;
     }
-    __device__ void put(int k, const VectorTotals& totals) {
-        if (!own.holds(k)) return;
-        float4* const pieces = pieces_at(own.at(k));
-#pragma unroll
-        for (int i = 0; i < kPieces; ++i) pieces[i * vectors()] = reinterpret_cast<const float4*>(&totals)[i];
-    }
     // Of so many columns.
-    __device__ static int bytes(int columns) { return columns / kVector * int(sizeof(VectorTotals)); }
+    __device__ static int floats(int columns) { return 2 * columns; }
 
 private:
-    __device__ int vectors() const { return own.columns / kVector; }
-    // Of a column's vector the first; pieces i of all vectors lie side by side.
-    __device__ float4* pieces_at(int column) const {
+    __device__ void put(int k, const VectorTotals& totals) {
+        if (!own.holds(k)) return;
+        float* const sums = sums_at(k);
+        Piece sum, lost;
+        sum.pack(totals.sum);
+        lost.pack(totals.lost);
+        sum.store(sums);
+        lost.store(sums + own.columns);
+    }
+    __device__ float* sums_at(int k) const {
+        int column = own.at(k);
         asm volatile("" : "+r"(column));  // found anew each time, for this takes no register meanwhile
-        return memory + column / kVector;
+        return memory + column;
     }
 };
 using ColumnTotals = Totals<WIDE_SHARED_TOTALS>;
 static_assert(!WIDE_SHARED_TOTALS || kGroups == 1, "groups would share them");
 
 // A thread's sums of its columns over rows: so many rows at a time in registers, then added up.
-template <bool kWanted> struct WideColumnSums {
+struct WideColumnSums {
     Compute rows[kVectors][kVector];
     ColumnTotals totals;
 
-    __device__ WideColumnSums(char* memory, const WideColumns& own) : totals(memory, own) {
+    __device__ WideColumnSums(float* memory, const WideColumns& own, bool wanted) : totals(memory, own, wanted) {
         fill_columns(rows, 0.0f);
-        if (!kWanted) return;
-#pragma unroll
-        for (int k = 0; k < kVectors; ++k) totals.put(k, {});
     }
     __device__ void flush() {
 #pragma unroll
-        for (int k = 0; k < kVectors; ++k) {
-            VectorTotals sums = totals.get(k);
-            sums.add(rows[k]);
-            totals.put(k, sums);
-        }
+        for (int k = 0; k < kVectors; ++k) totals.add(k, rows[k]);
         fill_columns(rows, 0.0f);
     }
     __device__ void get(int k, float (&values)[kVector]) const {
@@ -228,8 +240,8 @@ struct StepRows {
 };
 
 // dw or db, of all threads that work on rows; `scratch` has room for a float32 for each of their columns.
-template <class Sums>
-__device__ void write_sums(const Block& block, const Sums& sums, void* target, int group, const WideColumns& own, float* scratch) {
+__device__ inline void write_sums(const Block& block, const WideColumnSums& sums, void* target, int group, const WideColumns& own,
+                                  float* scratch) {
     const WideArguments& a = block.a;
     if (!target) return;
     if (kGroups == 1 && a.aligned_sums && (a.dw_code == kFloat32 || a.dw_code == kCodeOf<X>)) {
@@ -276,9 +288,8 @@ __device__ inline void work(const Block& block, const Weights<>& w, const WideCo
     const WideArguments& a = block.a;
     const int lane = threadIdx.x % 32, group = warp / kRowWarps, group_row = group * kRows, steps = a.steps;
     StatisticsAhead statistics(a, group_row);
-    char* const totals = block.place(kStages);  // behind the ring
-    WideColumnSums<kSumsColumns> dw(totals, own);
-    WideColumnSums<kSumsColumns && kWantDb> db(totals + ColumnTotals::bytes(own.columns), own);
+    float* const totals = reinterpret_cast<float*>(block.place(kStages));  // behind the ring
+    WideColumnSums dw(totals, own, kSumsColumns), db(totals + ColumnTotals::floats(own.columns), own, kSumsColumns && kWantDb);
     int rows_since_flush = 0;
     Block::Place place;
     int old_stage = 0;

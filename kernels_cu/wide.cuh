@@ -21,7 +21,7 @@
 // Expects X, kLayerNorm, kVector, kVectors, kSpreadsEntries and float sums. Compile-time switches (config/wide.py has their numbers):
 //   ROW_WARPS  warps of a block that share a row     OFF_LINES  1: rows do not all begin at whole lines of memory (staged.cuh)
 //   WIDE_…     warps that work on rows and rows of each, stages, steps behind, warps that read sums, laps of entries, blocks at
-//              least and at most, bytes of a region and of the arguments
+//              least and at most, bytes of a region, of the state (at most) and of the arguments
 #pragma once
 
 #include "columns.cuh"

@@ -1036,10 +1036,15 @@ def share_all_rows(monkeypatch: pytest.MonkeyPatch, device: KernelsOnCpu, multip
         (3844, 2, 2, "float32", "float32"),  # the same, of two vectors
         (6148, 2, 1, "float32", "float32"),  # by sixteen warps
         (2116, 2, 4, "float32", "float32"),  # of four rows
-        (4164, 2, 2, "float32", "bfloat16"),  # by sixteen warps of two rows; sums in shared memory
+        (4164, 2, 2, "float32", "float32"),  # by sixteen warps of two rows; sums in shared memory
         (7160, 2, 2, "bfloat16", "bfloat16"),  # two vectors, LayerNorm's sums in shared memory
         (4232, 2, 4, "bfloat16", "float32"),  # the same of four rows; most warps have one vector
         (8328, 2, 2, "bfloat16", None),  # by sixteen warps, LayerNorm a row at a time; sums in shared memory
+        # two steps behind: the first two for LayerNorm, the third for RMSNorm, the last where db is summed
+        (12808, 2, 1, "bfloat16", None),
+        (4744, 2, 4, "bfloat16", None),
+        (9480, 2, 2, "bfloat16", None),
+        (4744, 2, 2, "float32", None),
     ],
 )
 def test_rows_that_all_blocks_share(

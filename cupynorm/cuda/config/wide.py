@@ -33,8 +33,8 @@ class WideShape(NamedTuple):
     warps: int  # that share a row
     rows: int  # of a step, of each warp
     vectors: int  # of a row, of each thread
-    stages: int = 6  # steps in the ring
-    behind: int = 3  # steps from a row's sums to what is written of it
+    stages: int = 6  # steps in the ring; of a table's shapes at most
+    behind: int = 3  # steps from a row's sums to what is written of it; likewise
     shared_totals: bool = False  # backward: the second level of dw's and db's sums lies in shared memory, not registers
 
     @property
@@ -67,13 +67,13 @@ WIDE_OTHER_THREADS = (2 + WIDE_READERS) * WARP  # of a block, beside those that 
 # Fewer blocks than 123 were not timed. At most: multiprocessors.
 WIDE_LEAST_BLOCKS, WIDE_MOST_BLOCKS = 120, 132
 
-# By whether db is summed, where 16-bit rows of two vectors a thread lack registers, and by bytes of an element. 16
-# bits, 100 MB and 1 GB: 131072, where blocks have 1024, 35.4 → 33.8, 238.9 → 237.7 us, 114688, with 896, LayerNorm 37.9
-# → 36.8, 270.9 → 249.9, but 98304, with 768, 35.7 → 36.1, 240.1 → 245.4; 196608, with 1536, 36.1 → 34.5, but 239.0 →
-# 245.4, and 163840, with 1280, 36.9 → 37.1, 245.6 → 258.8; 524288, with 4032, 41.8 → 33.9, 256.6 → 244.2, LayerNorm
-# 46.3 → 39.9, 268.9 → 289.2, 393216 49.6 → 41.5, 341.8 → 319.8, but 327680, with 2496, 44.6 → 45.3, 280.5 → 356.2.
-# Float32: 57344, with 448, 34.5 → 32.8, 240.4 → 237.9; 69632, with 544, 36.3 → 34.3, but 255.0 → 259.5; 262144 41.7 →
-# 32.9, 266.9 → 244.8, LayerNorm 44.5 → 33.4, 272.5 → 238.7.
+# By whether db is summed, and by bytes of an element. 16 bits, 100 MB and 1 GB: 131072, where blocks have 1024 columns,
+# 35.4 → 33.8, 238.9 → 237.7 us, 114688, with 896, LayerNorm 37.9 → 36.8, 270.9 → 249.9, but 98304, with 768, 35.7 →
+# 36.1, 240.1 → 245.4; 196608, with 1536, 36.1 → 34.5, but 239.0 → 245.4, and 163840, with 1280, 36.9 → 37.1, 245.6 →
+# 258.8. Float32: 57344, with 448, 34.5 → 32.8, 240.4 → 237.9; 69632, with 544, 36.3 → 34.3, but 255.0 → 259.5. Of two
+# vectors a thread, four rows and two, 1 GB: 278528, with 2112, 241.8, 268.2, 360448, with 2752, 244.1, 246.6, but one
+# row 8.7, 7.6; LayerNorm with db 301, 330, 327680 271, 285; float32 139264, with 1056, 238, 254, but 196608, with 1504,
+# 247, 240. Sixteen warps, two rows and one: 557056 265, 303, float32 278528 238, 257, 327680 241, 246.
 _OF_16_BITS: Shapes = {WideShape(8, 4, 4, 1): 896, WideShape(8, 8, 4, 1): 1536}
 _OF_FLOAT32: Shapes = {
     WideShape(8, 4, 4, 1): 448,
@@ -197,7 +197,7 @@ def forward_wide_config(
         stages=blocks.shape.stages,
         shared_bytes=blocks.shared_bytes,
         step_rows=blocks.shape.step_rows,
-        lag=FORWARD_WIDE_LAG,
+        lag=min(FORWARD_WIDE_LAG, blocks.shape.behind - 1),
     )
 
 
