@@ -25,6 +25,7 @@ constexpr bool kSumsColumns = !DX_ALONE;
 
 static_assert(sizeof(X) == sizeof(Dy), "x and dy of one type");
 static_assert(kRowsPerFlush % kRows == 0, "sums of rows are added up between two steps");
+constexpr int kStepsPerFlush = kRowsPerFlush / kRows;
 
 struct WideArguments {
     const X* x;
@@ -86,86 +87,99 @@ struct VectorTotals {
     }
 };
 
-// Those of a thread's columns: in registers, or where these are too few, in shared memory: the sums of the block's
-// columns, and behind them what they have lost.
+// Those of a thread's columns: in registers, or where these are too few, in shared memory.
 template <bool kShared> struct Totals {
-    VectorTotals own[kVectors];
+    VectorTotals own[kVectors] = {};
 
-    __device__ Totals(float*, const WideColumns&, bool) {
-#pragma unroll
-        for (int k = 0; k < kVectors; ++k) own[k] = {};
-    }
-    __device__ void add(int k, const float (&rows)[kVector]) { own[k].add(rows); }
+    __device__ Totals(float*, const WideColumns&) {}
+    __device__ bool has(int) const { return true; }
     __device__ VectorTotals get(int k) const { return own[k]; }
+    __device__ void put(int k, const VectorTotals& totals) { own[k] = totals; }
     __device__ static int floats(int) { return 0; }
 };
+// In shared memory eight threads' vectors lie together: 128 bytes have each thread's first four sums, 128 its next, and so on, then
+// likewise what these have lost. So accesses of 16 bytes by eight threads meet each bank once.
 template <> struct Totals<true> {
-    using Piece = Packed<float, kVector>;
+    static constexpr int kPieces = kVector / 4, kApart = 8 * 4, kLost = kPieces * kApart;
+    static_assert(8 * kVector * int(sizeof(X)) == 128, "all blocks but the last have whole vectors of eight threads");
     float* const memory;
     const WideColumns& own;
 
-    __device__ Totals(float* memory, const WideColumns& own, bool wanted) : memory(memory), own(own) {
-        if (!wanted) return;
-#pragma unroll
-        for (int k = 0; k < kVectors; ++k) put(k, {});
-    }
-    __device__ void add(int k, const float (&rows)[kVector]) {
-        VectorTotals totals = get(k);
-        totals.add(rows);
-        put(k, totals);
-    }
+    __device__ Totals(float* memory, const WideColumns& own) : memory(memory), own(own) {}
+    __device__ bool has(int k) const { return own.holds(k); }
     __device__ VectorTotals get(int k) const {
-        VectorTotals totals = {};
-        if (!own.holds(k)) return totals;
-        const float* const sums = sums_at(k);
-        Piece sum, lost;
-        sum.load(sums);
-        lost.load(sums + own.columns);
-        sum.unpack(totals.sum);
-        lost.unpack(totals.lost);
+        VectorTotals totals;
+        const float* const sums = pieces(k);
+        load(sums, totals.sum);
+        load(sums + kLost, totals.lost);
         return totals;
     }
-    // Of so many columns.
-    __device__ static int floats(int columns) { return 2 * columns; }
+    __device__ void put(int k, const VectorTotals& totals) {
+        float* const sums = pieces(k);
+        store(sums, totals.sum);
+        store(sums + kLost, totals.lost);
+    }
+    // Of so many columns, rounded up to those of eight threads.
+    __device__ static int floats(int columns) { return (columns + 8 * kVector - 1) / (8 * kVector) * (2 * kLost); }
 
 private:
-    __device__ void put(int k, const VectorTotals& totals) {
-        if (!own.holds(k)) return;
-        float* const sums = sums_at(k);
-        Piece sum, lost;
-        sum.pack(totals.sum);
-        lost.pack(totals.lost);
-        sum.store(sums);
-        lost.store(sums + own.columns);
+    using Piece = Packed<float, 4>;
+    using Values = float[kVector];
+
+    __device__ static void load(const float* source, Values& values) {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+            Piece piece;
+            piece.load(source + i * kApart);
+            piece.unpack(reinterpret_cast<float(&)[4]>(values[4 * i]));
+        }
     }
-    __device__ float* sums_at(int k) const {
-        int column = own.at(k);
-        asm volatile("" : "+r"(column));  // found anew each time, for this takes no register meanwhile
-        return memory + column;
+    __device__ static void store(float* target, const Values& values) {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+            Piece piece;
+            piece.pack(reinterpret_cast<const float(&)[4]>(values[4 * i]));
+            piece.store(target + i * kApart);
+        }
+    }
+    __device__ float* pieces(int k) const {
+        int vector = own.at(k) / kVector;
+        asm volatile("" : "+r"(vector));  // found anew each time, for this takes no register meanwhile
+        return memory + vector / 8 * (2 * kLost) + vector % 8 * 4;
     }
 };
 using ColumnTotals = Totals<WIDE_SHARED_TOTALS>;
 static_assert(!WIDE_SHARED_TOTALS || kGroups == 1, "groups would share them");
 
-// A thread's sums of its columns over rows: so many rows at a time in registers, then added up.
+// A thread's sums of its columns over rows: those of kStepsPerFlush steps, then added up to totals. Of a launch without more steps `rows`
+// are all, and totals, which nobody has written, are not read.
 struct WideColumnSums {
     Compute rows[kVectors][kVector];
     ColumnTotals totals;
 
-    __device__ WideColumnSums(float* memory, const WideColumns& own, bool wanted) : totals(memory, own, wanted) {
+    __device__ WideColumnSums(float* memory, const WideColumns& own) : totals(memory, own) { fill_columns(rows, 0.0f); }
+    __device__ void flush(bool first) {
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            if (!totals.has(k)) continue;
+            VectorTotals sums = {};
+            if (!first) sums = totals.get(k);
+            sums.add(rows[k]);
+            totals.put(k, sums);
+        }
         fill_columns(rows, 0.0f);
     }
-    __device__ void flush() {
+    // Makes `rows` the sums over all, when the last have been added up.
+    __device__ void take_totals() {
 #pragma unroll
-        for (int k = 0; k < kVectors; ++k) totals.add(k, rows[k]);
-        fill_columns(rows, 0.0f);
-    }
-    __device__ void get(int k, float (&values)[kVector]) const {
-        const VectorTotals sums = totals.get(k);
+        for (int k = 0; k < kVectors; ++k) {
+            if (!totals.has(k)) continue;
+            const VectorTotals sums = totals.get(k);
 #pragma unroll
-        for (int v = 0; v < kVector; ++v) {
-            const float left = sums.lost[v];
-            values[v] = left == left ? sums.sum[v] + left : sums.sum[v];  // which may be infinite
+            for (int v = 0; v < kVector; ++v) {
+                const float left = sums.lost[v];
+                rows[k][v] = left == left ? sums.sum[v] + left : sums.sum[v];  // which may be infinite
+            }
         }
     }
 };
@@ -210,14 +224,13 @@ private:
     }
 };
 
-// What a thread has of a step's rows.
+// What a thread has of a step's rows; anything where it has no column, or there is no row.
 struct StepRows {
     XVector x[kRows][kVectors];
     DyVector dy[kRows][kVectors];
 
-    // Rows from group_row of the step on, of which there may be fewer in the last step.
+    // Rows from group_row of the step on.
     __device__ StepRows(const Block& block, const WideColumns& own, int stage, int j, int group_row) {
-        const int rows = block.rows_of(j, group_row);
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
 #pragma unroll
@@ -226,18 +239,24 @@ struct StepRows {
                 dy[i][k].load(reinterpret_cast<const Dy*>(block.in_ring(stage, 1, j, group_row + i, own.readable(k))));
             }
         }
-        if (rows >= kRows) return;
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            if (i < rows) continue;
-#pragma unroll
-            for (int k = 0; k < kVectors; ++k) {
-                x[i][k] = {};
-                dy[i][k] = {};
-            }
-        }
     }
 };
+
+// In the last step there may be fewer rows. Of those that are missing, to which no copy comes, a thread's columns are to be zeros where
+// their sums are taken; else they come to nothing, whatever they are. So do they with threads that have no column, which read there, too.
+__device__ inline void clear_missing_rows(const Block& block, const WideColumns& own, int stage, int j, int group_row) {
+    if (!kSumsColumns || kStepRows == 1) return;
+    const int rows = block.rows_of(j, group_row);
+#pragma unroll 1
+    for (int i = kRows - 1; i >= 0 && i >= rows; --i) {
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            if (!own.holds(k)) continue;
+            XVector{}.store(block.in_ring(stage, 0, j, group_row + i, own.at(k)));
+            XVector{}.store(block.in_ring(stage, 1, j, group_row + i, own.at(k)));
+        }
+    }
+}
 
 // dw or db, of all threads that work on rows; `scratch` has room for a float32 for each of their columns.
 __device__ inline void write_sums(const Block& block, const WideColumnSums& sums, void* target, int group, const WideColumns& own,
@@ -248,16 +267,14 @@ __device__ inline void write_sums(const Block& block, const WideColumnSums& sums
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
             if (!own.holds(k)) continue;
-            float values[kVector];
-            sums.get(k, values);
             const int column = block.slab.first_column + own.at(k);
             if (a.dw_code == kFloat32) {
                 Packed<float, kVector> packed;
-                packed.pack(values);
+                packed.pack(sums.rows[k]);
                 packed.store(static_cast<float*>(target) + column);
             } else {
                 XVector packed;
-                packed.pack(values);
+                packed.pack(sums.rows[k]);
                 packed.store(static_cast<X*>(target) + column);
             }
         }
@@ -267,10 +284,8 @@ __device__ inline void write_sums(const Block& block, const WideColumnSums& sums
     barrier_over(kThreads);  // nobody reads any more what lies in `scratch`
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-        float values[kVector];
-        sums.get(k, values);
         Packed<float, kVector> packed;
-        packed.pack(values);
+        packed.pack(sums.rows[k]);
         if (own.holds(k)) packed.store(scratch + group * kGroupColumns + own.at(k));
     }
     barrier_over(kThreads);
@@ -286,33 +301,34 @@ __device__ inline void write_sums(const Block& block, const WideColumnSums& sums
 // By the warps that work on rows.
 __device__ inline void work(const Block& block, const Weights<>& w, const WideColumns& own, int warp) {
     const WideArguments& a = block.a;
-    const int lane = threadIdx.x % 32, group = warp / kRowWarps, group_row = group * kRows, steps = a.steps;
+    const int lane = own.lane(), group = warp / kRowWarps, group_row = group * kRows, steps = a.steps;
     StatisticsAhead statistics(a, group_row);
     float* const totals = reinterpret_cast<float*>(block.place(kStages));  // behind the ring
-    WideColumnSums dw(totals, own, kSumsColumns), db(totals + ColumnTotals::floats(own.columns), own, kSumsColumns && kWantDb);
-    int rows_since_flush = 0;
+    WideColumnSums dw(totals, own), db(totals + ColumnTotals::floats(own.columns), own);
     Block::Place place;
     int old_stage = 0;
     X* dx = a.dx + int64(group_row) * a.dx_row_stride + block.slab.first_column;
 
     for (int j = 0; j < steps + kBehind; ++j) {
-        if (kSumsColumns && (rows_since_flush == kRowsPerFlush || j == steps)) {
-            dw.flush();
-            if constexpr (kWantDb) db.flush();
-            rows_since_flush = 0;
+        if (kSumsColumns && steps > kStepsPerFlush && j > 0 && (j == steps || j < steps && j % kStepsPerFlush == 0)) {
+            dw.flush(j == kStepsPerFlush);
+            if constexpr (kWantDb) db.flush(j == kStepsPerFlush);
         }
         statistics.advance(j);
         if (j < steps) {
             RowStatistics rows[kRows];
 #pragma unroll
             for (int i = 0; i < kRows; ++i) rows[i] = statistics.of(j, 0, i);
+            // Where rows begin at whole lines, in any step a thread's columns have the same place, and it alone is to be done with it.
+            if (!OFF_LINES) clear_missing_rows(block, own, place.stage, j, group_row);
             block.full[place.stage].wait(place.parity);
+            if (OFF_LINES) clear_missing_rows(block, own, place.stage, j, group_row);
             const StepRows now(block, own, place.stage, j, group_row);
             constexpr int kSums = kLayerNorm ? 2 : 1;
             float numbers[kRows * kSums] = {};
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
-                if (own.warp_lacks(k)) break;
+                if (own.warp_lacks[k]) break;
 #pragma unroll
                 for (int i = 0; i < kRows; ++i) {
                     float x[kVector], dy[kVector];
@@ -332,10 +348,9 @@ __device__ inline void work(const Block& block, const Weights<>& w, const WideCo
                     }
                 }
             }
-            rows_since_flush += kRows;
             if (a.dx) {
                 constexpr int kLanes = 32 / (kRows * kSums);
-                const float sum = sum_numbers(numbers);
+                const float sum = sum_numbers(numbers, lane);
                 const int number = lane / kLanes;
                 Sums<float>& target = block.posted(j, group_row + number / kSums, warp);
                 if (lane % kLanes == 0) (number % kSums ? target.second : target.first) = sum;
@@ -343,6 +358,10 @@ __device__ inline void work(const Block& block, const Weights<>& w, const WideCo
             }
             place.advance();
         } else if (kSumsColumns && j == steps) {
+            if (steps > kStepsPerFlush) {
+                dw.take_totals();
+                if constexpr (kWantDb) db.take_totals();
+            }
             float* const scratch = reinterpret_cast<float*>(block.place(place.stage));
             write_sums(block, dw, a.dw, group, own, scratch);
             if constexpr (kWantDb) write_sums(block, db, a.db, group, own, scratch);
@@ -362,7 +381,7 @@ __device__ inline void work(const Block& block, const Weights<>& w, const WideCo
             }
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
-                if (own.warp_lacks(k)) break;
+                if (own.warp_lacks[k]) break;
 #pragma unroll
                 for (int i = 0; i < kRows; ++i) {
                     const RowCoefficients coefficients(sums[i], a.reciprocal_columns, of_row[i]);

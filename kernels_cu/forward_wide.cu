@@ -99,22 +99,23 @@ struct Affine {
     }
 };
 
-// What a thread has of a step's rows, counted from their origins; zeros where it has no column, or there is no row.
+// What a thread has of a step's rows, counted from their origins; zeros where it has no column. Of rows that the last step lacks it is
+// whatever lies there, and comes to nothing.
 struct StepRows {
     float x[kRows][kVectors][kVector];
 
     __device__ StepRows(const Block& block, const WideColumns& own, int stage, int j, int group_row) {
-        const int rows = block.rows_of(j, group_row);
-        const float origins = origin_of(block.words_in_ring(stage, group_row + threadIdx.x % kRows));  // a lane has one
+        const float origins = origin_of(block.words_in_ring(stage, group_row + own.lane() % kRows));  // a lane has one
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             const float origin = kHasOrigin ? __shfl_sync(0xffffffffu, origins, i) : 0.0f;
 #pragma unroll
             for (int k = 0; k < kVectors; ++k) {
+                const X* const source = block.in_ring(stage, 0, j, group_row + i, own.at(k));
                 Vector packed = {};
-                if (own.holds(k) && i < rows) packed.load(block.in_ring(stage, 0, j, group_row + i, own.at(k)));
+                if (own.holds(k)) packed.load(source);
                 packed.unpack(x[i][k]);
-                count_from(origin, x[i][k], own.holds(k) && i < rows);
+                count_from(origin, x[i][k], own.holds(k));
             }
         }
     }
@@ -125,7 +126,7 @@ template <class Term> __device__ void sum_of_columns(const WideColumns& own, flo
     float chains[kRows][4] = {};
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-        if (own.warp_lacks(k)) break;
+        if (own.warp_lacks[k]) break;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
 #pragma unroll
@@ -148,7 +149,7 @@ struct Worker {
     __device__ Worker(const Block& block, const WideColumns& own, int warp)
         : block(block), a(block.a), own(own), part([&](int k) { return own.holds(k); }),
           reciprocal_warp_columns(PartColumns(block.columns_of_warp(warp % kRowWarps)).reciprocal), warp(warp),
-          lane(threadIdx.x % 32), group_row(warp / kRowWarps * kRows) {}
+          lane(own.lane()), group_row(warp / kRowWarps * kRows) {}
 
     // Each warp's rows of step j: the squares, LayerNorm's about the warp's own mean, and the sum.
     __device__ void post_moments(int stage, int j) const {
@@ -159,7 +160,7 @@ struct Worker {
             sum_of_columns(own, own_sums, [&](int i, int k, int v) { return rows.x[i][k][v]; });
 #pragma unroll
             for (int i = 0; i < kRows; ++i) numbers[i] = own_sums[i];
-            sum = sum_numbers(numbers);
+            sum = sum_numbers(numbers, lane);
             float means[kRows], centres[kRows];
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
@@ -175,7 +176,7 @@ struct Worker {
         } else {
             sum_of_columns(own, numbers, [&](int i, int k, int v) { return rows.x[i][k][v] * rows.x[i][k][v]; });
         }
-        const float squares = sum_numbers(numbers);
+        const float squares = sum_numbers(numbers, lane);
         if (lane % kLanes == 0) block.posted(j, group_row + lane / kLanes, warp) = {squares, sum};
         block.post(j, lane);
     }
@@ -189,7 +190,7 @@ struct Worker {
         for (int i = 0; i < kRows; ++i) totals[i] = block.total(j, group_row + i);
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
-            if (own.warp_lacks(k)) break;
+            if (own.warp_lacks[k]) break;
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
                 const float mean = totals[i].first, rstd = totals[i].second;

@@ -125,11 +125,11 @@ template <int kLeast, int kBelow> __device__ void sum_of_lanes(float& number) {
 
 // Adds up, over the lanes of a warp, each of kCount numbers (a power of two), of which lane i then has number i / (32 / kCount): half of
 // the lanes go on with half of the numbers.
-template <int kCount> __device__ float sum_numbers(float (&numbers)[kCount]) {
+template <int kCount> __device__ float sum_numbers(float (&numbers)[kCount], int lane) {
     int distance = 16;
 #pragma unroll
     for (int half = kCount / 2; half > 0; half /= 2) {
-        const bool upper = threadIdx.x & distance;
+        const bool upper = lane & distance;
 #pragma unroll
         for (int i = 0; i < half; ++i) {
             const float own = upper ? numbers[half + i] : numbers[i], other = upper ? numbers[i] : numbers[half + i];
@@ -216,13 +216,13 @@ template <class Arguments, class Combine> struct WideBlock {
         }
     }
 
-    // Rows of a warp's that step j has; in the last step there may be less than kRows, none, or a number below.
+    // Rows of a warp's that step j has; in the last step, but of steps of one row, there may be less than kRows, none, or a number below.
     __device__ int rows_of(int j, int group_row) const {
-        return j + 1 < a.steps ? kRows : int(a.rows - int64(j) * kStepRows) - group_row;
+        return kStepRows == 1 || j + 1 < a.steps ? kRows : int(a.rows - int64(j) * kStepRows) - group_row;
     }
     // In a place of the ring, of step j: array i's row group_row of the step, from the block's column `column` on.
-    __device__ const X* in_ring(int stage, int i, int j, int group_row, int column) const {
-        const X* const place = reinterpret_cast<const X*>(ring + stage * place_bytes()) + i * part_elements();
+    __device__ X* in_ring(int stage, int i, int j, int group_row, int column) const {
+        X* const place = reinterpret_cast<X*>(ring + stage * place_bytes()) + i * part_elements();
         return place + group_row * pitch() + column + lead(a.array(i), a.stride(i), int64(j) * kStepRows + group_row);
     }
     // And its first word.
@@ -393,16 +393,20 @@ private:
 
 // A thread's vectors, of a block's columns, that the warps of a row share.
 struct WideColumns {
-    int first, columns;  // the block's
+    unsigned thread;
+    int first, columns;         // the block's
+    bool warp_lacks[kVectors];  // no thread of the warp holds it, nor those behind it
 
-    __device__ explicit WideColumns(int columns)
-        : first((int(threadIdx.x) / 32 % kRowWarps * 32 + int(threadIdx.x) % 32) * kVector), columns(columns) {}
-    __device__ int at(int k) const { return first + k * kRowWarps * 32 * kVector; }
-    __device__ bool holds(int k) const { return threadIdx.x < kThreads && at(k) < columns; }
-    // Whether no thread of the warp holds it, nor those behind it.
-    __device__ bool warp_lacks(int k) const {
-        return k > 0 && (k * kRowWarps + __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) % kRowWarps) * 32 * kVector >= columns;
+    __device__ explicit WideColumns(int columns) : thread(threadIdx.x), columns(columns) {
+        asm volatile("" : "+r"(thread));  // else the compiler asks for threadIdx.x in each step, and the answer takes long
+        first = thread % (32 * kRowWarps) * kVector;
+        const int first_of_warp = __shfl_sync(0xffffffffu, first, 0);
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) warp_lacks[k] = k > 0 && first_of_warp + k * kRowWarps * 32 * kVector >= columns;
     }
+    __device__ int lane() const { return thread % 32; }
+    __device__ int at(int k) const { return first + k * kRowWarps * 32 * kVector; }
+    __device__ bool holds(int k) const { return thread < kThreads && at(k) < columns; }
     // Who has no column reads one all the same.
     __device__ int readable(int k) const { return holds(k) ? at(k) : 0; }
 };

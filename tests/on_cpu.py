@@ -84,6 +84,7 @@ class KernelsOnCpu(FakeDevice):
         monkeypatch.setattr(driver.Launch, "over", noted)
         monkeypatch.setattr(arrays.device_home(), "empty_pair", self._new_pair)
         self.functions: list[int] = []  # of each launch so far
+        self.late_warp = -1  # of each block, that goes on only when nobody else of the block can
         self._alive: list[Any] = []  # arrays made since the kernels ran last, which run later than a device's would
         self._bounds: deque[tuple[int, int]] = deque(maxlen=64)  # of the arrays made last
         self._workspaces: deque[tuple[int, int]] = deque(maxlen=64)  # of the memory that calls keep for the next
@@ -123,7 +124,7 @@ class KernelsOnCpu(FakeDevice):
             bounds = (ctypes.c_ulonglong * (2 * len(arrays)))(*chain.from_iterable(arrays))
             if hasattr(library, "know_arrays"):  # a kernel that copies in bulk
                 library.know_arrays(bounds, len(arrays))
-            library.run(arguments, *launched.grid[:2], threads, shared_bytes)
+            library.run(arguments, *launched.grid[:2], threads, shared_bytes, self.late_warp)
             ran.append(" ".join((name, *definitions)))
         self.launched.clear()
         self.functions.clear()
@@ -137,7 +138,8 @@ class KernelsOnCpu(FakeDevice):
             lines = ["#define BLOCKS_AT_ONCE"] if "GANG=1" in definitions or name.endswith("_wide") else []
             lines += ['#include "cuda.h"', *(f"#define {text.replace('=', ' ', 1)}" for text in definitions)]
             lines += [as_cpp(source(file, set()))]
-            lines += ['extern "C" void run(const void* arguments, int x, int y, int threads, int bytes) {']
+            lines += ['extern "C" void run(const void* arguments, int x, int y, int threads, int bytes, int late) {']
+            lines += ["on_cpu::late_warp = late;"]
             lines += [f"on_cpu::launch({name}, *static_cast<const {struct}*>(arguments), x, y, threads, bytes);", "}"]
             path = self._folder / f"{len(self._compiled)}.cpp"
             path.write_text("\n".join(lines), encoding="utf-8")

@@ -2221,6 +2221,12 @@ def test_rows_that_all_blocks_share(norm, db, itemsize, columns, warps, step_row
         for one, leaves in zip((chosen, apart), lines_are_left, strict=True):
             check_blocks_that_share_all_rows(one, 2, name, leaves, sums=sums)
         check_blocks_that_share_all_rows(alone, 2, name, lines_are_left[0])
+        of_dw = config.backward_config(replace(problem, want_db=False), 16, hopper)
+        for shape in ("threads", "group_threads", "step_rows", "slab_columns", "slabs", "per_thread"):
+            assert getattr(alone, shape) == getattr(of_dw, shape)
+        assert "WIDE_SHARED_TOTALS=1" not in alone.definitions
+        stage_bytes = 2 * alone.step_rows * (slab * itemsize + 128)
+        assert alone.stages == min(6, (224 << 10) // stage_bytes) >= of_dw.stages
         others = [
             config.backward_config(problem, 8, hopper),
             *(

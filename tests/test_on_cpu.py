@@ -1056,13 +1056,14 @@ def test_rows_that_all_blocks_share(
     name: str,
     w: str | None,
 ) -> None:
-    """One norm after the other by the same memory: few rows, and so many that entries are used again, and the ring."""
+    """One norm after the other by the same memory: few rows, and so many that entries are used again, and the ring;
+    and as many as are added up at once, and one more."""
     from cupynorm.cuda.config import wide
 
     share_all_rows(monkeypatch, device, multiprocessors)
     first: dict[str, Any] = {}
     launches = []
-    for norm, rows in product(NORMS, (17 * step_rows + 3, 1, step_rows, 2 * step_rows + 1)):
+    for norm, rows in product(NORMS, (17 * step_rows + 3, 1, step_rows, 2 * step_rows + 1, 16, 17)):
         case = case_of(norm, rows, columns, name, w=w)
         tensors = some_rows(make_case(np, replace(case, rows=17 * step_rows + 3)), slice(rows))
         results = backward(norm, on_device(device, tensors), has_bias=case.has_bias)
@@ -1126,6 +1127,72 @@ def test_rows_that_all_blocks_share_forward(
     assert np.diff(launches).tolist() == [3] * (len(launches) - 1)
 
 
+@pytest.mark.parametrize("mask", [(True, True, True), (False, True, True)])
+@pytest.mark.parametrize(
+    ("columns", "name", "rows"),
+    [
+        *((3844, "float32", 13), (4744, "float32", 11), (4232, "bfloat16", 21)),  # do not all begin at whole lines
+        *((3840, "float32", 13), (8192, "bfloat16", 25)),
+    ],
+)
+def test_no_warp_is_too_late(
+    device: KernelsOnCpu,
+    monkeypatch: pytest.MonkeyPatch,
+    columns: int,
+    name: str,
+    rows: int,
+    mask: tuple[bool, bool, bool],
+) -> None:
+    """A last step that has room for another row, and is in a place of the ring where one was before."""
+    share_all_rows(monkeypatch, device, 4 if columns == 8192 else 2)
+    case = case_of("layernorm", rows, columns, name)
+    tensors = make_case(np, case)
+    found = []
+    for device.late_warp in (-1, 0, 1, 2, 7):
+        results = backward(case.norm, on_device(device, tensors), has_bias=True, output_mask=mask)
+        launched = device.launched[-1]
+        stages = next(int(text[12:]) for text in launched.definitions if text.startswith("WIDE_STAGES="))
+        assert launched.named().steps > stages
+        found.append(run(device, results, "backward_wide"))
+    for late in found[1:]:
+        assert_same_bits(late, found[0])
+
+
+@pytest.mark.parametrize(
+    ("columns", "name"),
+    [(7160, "bfloat16"), (4232, "bfloat16"), (8328, "bfloat16"), (9480, "bfloat16"), (4744, "float32")],
+)
+def test_sums_in_shared_memory_are_those_in_registers(
+    device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, columns: int, name: str
+) -> None:
+    """What they have lost, too: over so few rows it shows in no tolerance, but in bits."""
+    from cupynorm import dispatch
+    from cupynorm.cuda.config import wide
+
+    share_all_rows(monkeypatch, device, 2)
+    found = []
+    for shared_totals in (True, False):
+        if not shared_totals:
+            of_registers = {
+                sums_db: {size: {shape._replace(shared_totals=False): least for shape, least in shapes.items()}}
+                for sums_db, of_size in wide.WIDE_LEAST_COLUMNS.items()
+                for size, shapes in of_size.items()
+                if size == DTYPES[name].itemsize
+            }
+            monkeypatch.setattr(wide, "WIDE_LEAST_COLUMNS", of_registers)
+        dispatch.plan_of.cache_clear()
+        shared = False
+        for norm, rows in product(NORMS, (83, 48)):
+            case = case_of(norm, rows, columns, name)
+            tensors = make_case(np, case)
+            results = backward(norm, on_device(device, tensors), has_bias=case.has_bias)
+            shared |= "WIDE_SHARED_TOTALS=1" in device.launched[-1].definitions
+            found.append(run(device, results, "backward_wide"))
+        assert shared == shared_totals
+    for one, other in zip(found[:4], found[4:], strict=True):
+        assert_same_bits(one, other)
+
+
 @pytest.mark.parametrize("columns", [7168, 4088])
 def test_16_bit_rows_that_all_blocks_share_lose_nothing_far_from_zero(
     device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, columns: int
@@ -1146,6 +1213,10 @@ def test_16_bit_rows_that_all_blocks_share_lose_nothing_far_from_zero(
     [
         *((4096, 4, "bfloat16"), (6144, 3, "bfloat16"), (2308, 3, "float32")),
         *((3844, 2, "float32"), (6148, 2, "float32")),  # two vectors, sixteen warps
+        # Sums in shared memory: dx alone by more stages than LayerNorm's with db, and, the second, than RMSNorm's with
+        # dw. Where LayerNorm's dx is wanted without db, the second has two rows a step, not one, and other bits but by
+        # two blocks, whose sums come in one order.
+        *((4744, 2, "float32"), (9480, 2, "bfloat16")),
     ],
 )
 def test_rows_that_all_blocks_share_and_what_is_not_wanted(
@@ -1183,7 +1254,14 @@ def test_rows_that_all_blocks_share_and_what_is_not_wanted(
 
 @pytest.mark.parametrize("value", [-np.inf, np.nan])
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize(("columns", "multiprocessors", "name"), [(4096, 4, "bfloat16"), (3072, 3, "float32")])
+@pytest.mark.parametrize(
+    ("columns", "multiprocessors", "name"),
+    [
+        *((4096, 4, "bfloat16"), (3072, 3, "float32")),
+        # sums in shared memory: sixteen warps with a row, or two, eight with four
+        *((8328, 2, "bfloat16"), (4744, 2, "float32"), (4232, 2, "bfloat16")),
+    ],
+)
 def test_an_infinite_element_where_all_blocks_share_rows(
     device: KernelsOnCpu,
     monkeypatch: pytest.MonkeyPatch,

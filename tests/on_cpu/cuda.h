@@ -9,6 +9,7 @@
 #include <xmmintrin.h>
 #endif
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -45,6 +46,7 @@ namespace on_cpu {
 constexpr int kWarp = 32, kStackBytes = 128 << 10, kSharedBytes = 256 << 10;
 alignas(128) OF_BLOCK char shared[kSharedBytes];  // dynamic shared memory, of which a launch has `shared_bytes`
 static int shared_bytes;
+static int late_warp = -1;  // of each block: goes on only when nobody else of the block can
 
 [[noreturn]] inline void fail(const char* what) {
     std::fprintf(stderr, "block %u,%u, thread %u: %s\n", blockIdx.x, blockIdx.y, threadIdx.x, what);
@@ -133,7 +135,7 @@ void launch(Kernel kernel, const Arguments& arguments, int blocks_x, int blocks_
     shared_bytes = bytes;
     gridDim = {unsigned(blocks_x), unsigned(blocks_y), 1};
     blockDim = {unsigned(threads), 1, 1};
-    const auto run = [threads](unsigned block) {
+    const auto run = [threads, bytes](unsigned block) {
         const FlushesSubnormals flushes;  // its threads do, too
         stacks.resize(size_t(threads) * kStackBytes);
         fibers.resize(threads);
@@ -150,11 +152,13 @@ void launch(Kernel kernel, const Arguments& arguments, int blocks_x, int blocks_
         auto last_progress = std::chrono::steady_clock::now();
         for (int left = threads; left;) {
             progress = false;
-            for (int i = 0; i < threads; ++i) {
-                if (ended[i]) continue;
-                threadIdx.x = i;
-                swapcontext(&scheduler, &fibers[i]);
-                left -= ended[i];
+            for (const bool late : {false, true}) {
+                for (int i = 0; i < threads && !(late && progress); ++i) {
+                    if (ended[i] || (i / kWarp == late_warp) != late) continue;
+                    threadIdx.x = i;
+                    swapcontext(&scheduler, &fibers[i]);
+                    left -= ended[i];
+                }
             }
             if (!left || progress) {
                 last_progress = std::chrono::steady_clock::now();
@@ -163,6 +167,9 @@ void launch(Kernel kernel, const Arguments& arguments, int blocks_x, int blocks_
             const auto waited = std::chrono::steady_clock::now() - last_progress;
             if (!kBlocksRunAtOnce || waited > std::chrono::minutes(2)) fail("all threads wait for ever");
             std::this_thread::yield();  // other blocks may be what they wait for
+        }
+        if (std::any_of(shared + bytes, shared + kSharedBytes, [](char byte) { return byte != 0x7f; })) {
+            fail("it wrote beyond its shared memory");
         }
     };
     const unsigned blocks = gridDim.x * gridDim.y;

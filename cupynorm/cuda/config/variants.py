@@ -86,9 +86,10 @@ def variants(compute_capability: tuple[int, int]) -> Iterator[Variant]:
         for threads in DIRECT_MAX_THREADS[vector][: 1 if device.has_clusters else None]:
             direct = (*definitions, *direct_definitions(columns_per_thread(x), threads, vector))
             yield Variant("backward_direct.cu", ("backward_direct",), direct)
-        for shape, off_lines in wide_shapes(x, want_db) if may_be_wide(x, dy, vector, device) else ():
-            wide = (*definitions, *wide_definitions(WIDE_ARGUMENTS, x, shape, off_lines))
-            for of_wide in (wide,) if want_db else (wide, for_dx_alone(wide, paced=True)):
+        for dx_alone in (False,) if want_db else (False, True):
+            for shape, off_lines in wide_shapes(x, want_db, dx_alone) if may_be_wide(x, dy, vector, device) else ():
+                wide = (*definitions, *wide_definitions(WIDE_ARGUMENTS, x, shape, off_lines))
+                of_wide = for_dx_alone(wide, paced=True) if dx_alone else wide
                 yield Variant("backward_wide.cu", ("backward_wide",), of_wide)
         for any_w in (False, True):
             split = (*definitions, *split_definitions(columns_per_thread(x), any_w))

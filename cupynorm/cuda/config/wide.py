@@ -126,11 +126,13 @@ FORWARD_WIDE_READ_ONCE_BYTES = {"rmsnorm": 36 << 20, "layernorm": 72 << 20}
 
 class _InShared(NamedTuple):
     """What lies in a block's shared memory: a ring that so many arrays go through, and words of 16 bytes of each row,
-    and so many sums of each column, where a shape has these there."""
+    and so many sums of each column, where a shape has these there. For dx `alone` there are none: it has the shape that
+    has room beside them, which gives it the bits that it has beside dw, and all the room."""
 
     arrays: int
     words: int = 0
     sums: int = 0
+    alone: bool = False
 
 
 class _Blocks(NamedTuple):
@@ -155,7 +157,7 @@ def wide_config(
     x = problem.x_dtype.name
     if not may_be_wide(x, name_of(problem.dy_dtype), vector, device):
         return None
-    shapes, memory = _of_backward(x, kernels_sum_db(problem))
+    shapes, memory = _of_backward(x, kernels_sum_db(problem), alone=not (problem.want_dw or problem.want_db))
     blocks = _blocks(problem, shapes, memory, device, start, problem.x_row_stride, problem.dy_row_stride)
     if blocks is None:
         return None
@@ -206,9 +208,9 @@ def may_be_wide(x: str, dy: str, vector: bool, device: Device) -> bool:
     return x == dy and ITEMSIZE[x] in FORWARD_WIDE_LEAST_COLUMNS and vector and device.is_fast_9_0
 
 
-def wide_shapes(x: str, sums_db: bool) -> list[tuple[WideShape, bool]]:
+def wide_shapes(x: str, sums_db: bool, alone: bool) -> list[tuple[WideShape, bool]]:
     """All that the backward pass has kernels for, and whether for rows that leave whole lines."""
-    return _all_shapes(x, *_of_backward(x, sums_db))
+    return _all_shapes(x, *_of_backward(x, sums_db, alone))
 
 
 def forward_wide_shapes(x: str, norm: str) -> list[tuple[WideShape, bool]]:
@@ -216,8 +218,8 @@ def forward_wide_shapes(x: str, norm: str) -> list[tuple[WideShape, bool]]:
     return _all_shapes(x, *_of_forward(x, norm))
 
 
-def _of_backward(x: str, sums_db: bool) -> tuple[Shapes, _InShared]:
-    return WIDE_LEAST_COLUMNS[sums_db][ITEMSIZE[x]], _InShared(arrays=2, sums=1 + sums_db)
+def _of_backward(x: str, sums_db: bool, alone: bool) -> tuple[Shapes, _InShared]:
+    return WIDE_LEAST_COLUMNS[sums_db][ITEMSIZE[x]], _InShared(arrays=2, sums=1 + sums_db, alone=alone)
 
 
 def _of_forward(x: str, norm: str) -> tuple[Shapes, _InShared]:
@@ -242,8 +244,11 @@ def _fitting(shapes: Shapes, x: str, slab: int, memory: _InShared) -> tuple[Wide
         words_bytes = divide_up(shape.step_rows * memory.words * 16, LINE_BYTES) * LINE_BYTES
         step_bytes = memory.arrays * shape.step_rows * row_bytes + words_bytes
         totals_bytes = shape.shared_totals * memory.sums * slab * 8
-        stages = min(shape.stages, (WIDE_SHARED_BYTES - totals_bytes) // step_bytes)
-        if least <= slab <= shape.most_columns(x) and stages >= WIDE_LEAST_STAGES:
+        room = (WIDE_SHARED_BYTES - totals_bytes) // step_bytes
+        if least <= slab <= shape.most_columns(x) and room >= WIDE_LEAST_STAGES:
+            if memory.alone:
+                shape, totals_bytes, room = shape._replace(shared_totals=False), 0, WIDE_SHARED_BYTES // step_bytes
+            stages = min(shape.stages, room)
             fitted = shape._replace(stages=stages, behind=min(shape.behind, stages - 2))
             return fitted, stages * step_bytes + totals_bytes
     return None
