@@ -1156,7 +1156,7 @@ def test_no_warp_is_too_late(
 
 @pytest.mark.parametrize(
     ("columns", "name"),
-    [(7160, "bfloat16"), (4232, "bfloat16"), (8328, "bfloat16"), (9480, "bfloat16"), (4744, "float32")],
+    [(7160, "bfloat16"), (4232, "bfloat16"), (8328, "bfloat16"), (4744, "float32")],
 )
 def test_sums_in_shared_memory_are_those_in_registers(
     device: KernelsOnCpu, monkeypatch: pytest.MonkeyPatch, columns: int, name: str
@@ -1178,14 +1178,14 @@ def test_sums_in_shared_memory_are_those_in_registers(
             monkeypatch.setattr(wide, "WIDE_LEAST_COLUMNS", of_registers)
         dispatch.plan_of.cache_clear()
         shared = False
-        for norm, rows in product(NORMS, (83, 48)):
-            case = case_of(norm, rows, columns, name)
+        for norm in NORMS:
+            case = case_of(norm, 83, columns, name)
             tensors = make_case(np, case)
             results = backward(norm, on_device(device, tensors), has_bias=case.has_bias)
             shared |= "WIDE_SHARED_TOTALS=1" in device.launched[-1].definitions
             found.append(run(device, results, "backward_wide"))
         assert shared == shared_totals
-    for one, other in zip(found[:4], found[4:], strict=True):
+    for one, other in zip(found[: len(NORMS)], found[len(NORMS) :], strict=True):
         assert_same_bits(one, other)
 
 

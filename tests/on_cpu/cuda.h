@@ -16,6 +16,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -55,7 +56,9 @@ static int late_warp = -1;  // of each block: goes on only when nobody else of t
 
 OF_BLOCK ucontext_t scheduler;
 OF_BLOCK std::vector<ucontext_t> fibers;
-OF_BLOCK std::vector<char> stacks, ended;
+OF_BLOCK std::unique_ptr<char[]> stacks;  // no vector: of most pages nobody needs any, zeros or not
+OF_BLOCK int stacks_of = 0;               // so many threads
+OF_BLOCK std::vector<char> ended;
 OF_BLOCK bool progress;  // in this round some fiber went on
 
 inline void yield() { swapcontext(&fibers[threadIdx.x], &scheduler); }
@@ -137,14 +140,15 @@ void launch(Kernel kernel, const Arguments& arguments, int blocks_x, int blocks_
     blockDim = {unsigned(threads), 1, 1};
     const auto run = [threads, bytes](unsigned block) {
         const FlushesSubnormals flushes;  // its threads do, too
-        stacks.resize(size_t(threads) * kStackBytes);
+        if (stacks_of < threads) stacks.reset(new char[size_t(threads) * kStackBytes]);
+        stacks_of = std::max(stacks_of, threads);
         fibers.resize(threads);
         blockIdx = {block % gridDim.x, block / gridDim.x, 0};
         std::memset(shared, 0x7f, kSharedBytes);  // 3.4e38: what is read before it is written shows
         ended.assign(threads, false);
         for (int i = 0; i < threads; ++i) {
             getcontext(&fibers[i]);
-            fibers[i].uc_stack.ss_sp = stacks.data() + size_t(i) * kStackBytes;
+            fibers[i].uc_stack.ss_sp = stacks.get() + size_t(i) * kStackBytes;
             fibers[i].uc_stack.ss_size = kStackBytes;
             fibers[i].uc_link = &scheduler;
             makecontext(&fibers[i], +[] { current(*given); ended[threadIdx.x] = progress = true; }, 0);
