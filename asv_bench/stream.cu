@@ -1,7 +1,7 @@
 // x, dy and z of a backward pass without its arithmetic: z = x + dy in 32-bit words, through a ring in shared memory
-// that one thread of a block keeps filled.
+// that one thread of a block keeps filled. Or x and z of a forward pass: z = x + x.
 //
-// Compile-time switches: DRAWN 0: block b takes steps b, b + blocks, …; 1: step b, and then what it draws from a
+// Compile-time switches: ARRAYS 2: x and dy are read; 1: x alone. DRAWN 0: block b takes steps b, b + blocks, …; 1: step b, and then what it draws from a
 // counter. PACED 1: a block waits before a step more than one ahead of the average. BULK 0: z is stored by threads; 1: z
 // takes x's place in the ring, and is copied from there. STEP_BYTES of each array in a step; STAGES of the ring; BLOCKS
 // on a multiprocessor.
@@ -10,6 +10,7 @@
 #include "element.cuh"
 #include "pipeline.cuh"
 
+constexpr int kArrays = ARRAYS;
 constexpr bool kDrawn = DRAWN, kPaced = PACED, kBulk = BULK;
 constexpr int kStages = STAGES, kThreads = 256;
 constexpr int kWords = STEP_BYTES / 16;  // of 16 bytes: of each array in a step
@@ -38,8 +39,8 @@ struct Ring {
     __device__ Ring(uint4* base, BlockState& state)
         : base(base), full{shared_address(state.full)}, done{shared_address(state.done)}, steps(state.step) {}
 
-    __device__ uint4* x(const Place& place) const { return base + place.stage * 2 * kWords; }
-    __device__ uint4* dy(const Place& place) const { return x(place) + kWords; }
+    __device__ uint4* x(const Place& place) const { return base + place.stage * kArrays * kWords; }
+    __device__ uint4* last(const Place& place) const { return x(place) + (kArrays - 1) * kWords; }  // dy, or x itself
     __device__ void wait_until_done(int j) const {
         const Place place(j);
         done[place.stage].wait(place.parity);
@@ -134,9 +135,11 @@ __device__ inline void produce(const Ring& ring, const uint4* x, const uint4* dy
             }
             return;
         }
-        full.arrive_expecting(2 * STEP_BYTES);
+        full.arrive_expecting(kArrays * STEP_BYTES);
         bulk_copy(shared_address(ring.x(place)), x + int64(step) * kWords, STEP_BYTES, full);
-        bulk_copy(shared_address(ring.dy(place)), dy + int64(step) * kWords, STEP_BYTES, full);
+        if constexpr (kArrays == 2) {
+            bulk_copy(shared_address(ring.last(place)), dy + int64(step) * kWords, STEP_BYTES, full);
+        }
     }
 }
 
@@ -148,11 +151,11 @@ __device__ inline void consume(const Ring& ring, uint4* z, int steps) {
         const int step = ring.steps[place.stage];
         if (step >= steps) return;
         uint4* const x = ring.x(place) + threadIdx.x;
-        const uint4* const dy = ring.dy(place) + threadIdx.x;
+        const uint4* const last = ring.last(place) + threadIdx.x;
         uint4 sums[kThreadWords];
 #pragma unroll
         for (int k = 0; k < kThreadWords; ++k) {
-            const uint4 a = x[k * kThreads], b = dy[k * kThreads];
+            const uint4 a = x[k * kThreads], b = last[k * kThreads];
             sums[k] = {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
         }
         uint4* const target = kBulk ? x : z + int64(step) * kWords + threadIdx.x;

@@ -1,6 +1,6 @@
-"""What moving the data of a backward pass takes, without its arithmetic, on a CUDA device:
+"""What moving the data of a pass takes, without its arithmetic, on a CUDA device:
 
-    python asv_bench/stream.py [--sizes MB,…] [--csv FILE]
+    python asv_bench/stream.py [--forward] [--sizes MB,…] [--csv FILE]
 
 The triad z = x + dy is thousands of short blocks, which the hardware hands out as multiprocessors become free. The
 backward kernels are a fixed number of blocks on each multiprocessor, each with its share of the rows fixed beforehand,
@@ -19,6 +19,9 @@ stages, and write z = x + dy:
 in another way, and let a block be two ahead); "drawn" beside them says what fixed shares cost. Each way's z is
 checked; then it is timed as in `cupynorm.bench`. Data is three tensors, rounded down to whole steps; "blocks" are those
 on a multiprocessor; "of triad" is the triad's time over the call's.
+
+With --forward it is a forward pass's data: z = x + x, two tensors of as many bytes (so 25 MB are 16.7), and "of copy",
+the time of a copy from device to device over the call's.
 """
 
 from __future__ import annotations
@@ -47,16 +50,18 @@ class Way(NamedTuple):
     step_bytes: int = 16384  # of each array
     stages: int = 3
     blocks: int = 1  # on a multiprocessor
+    arrays: int = 2  # that are read: x and dy; 1: x alone
 
     @property
     def ring_bytes(self) -> int:
-        return self.stages * 2 * self.step_bytes
+        return self.stages * self.arrays * self.step_bytes
 
     @property
     def definitions(self) -> tuple[str, ...]:
         switches = tuple(
             f"{name}={value:d}"
             for name, value in {
+                "ARRAYS": self.arrays,
                 "DRAWN": self.given_out == "drawn",
                 "PACED": self.given_out == "paced",
                 "BULK": self.written_by == "bulk",
@@ -83,7 +88,22 @@ WAYS = (
     Way("drawn", step_bytes=4096, stages=4, blocks=4),
     Way("drawn", "bulk"),
 )
-STEP_BYTES = max(way.step_bytes for way in WAYS)  # a multiple of each
+FORWARD_WAYS = tuple(
+    Way(*way, arrays=1)
+    for way in (
+        ("static", "stores", 16384, 3),
+        ("static", "stores", 16384, 6),
+        ("static", "stores", 4096, 8, 2),
+        ("static", "bulk", 16384, 6),
+        ("static", "bulk", 4096, 8, 2),
+        ("drawn", "stores", 16384, 3),
+        ("drawn", "stores", 16384, 6),
+        ("drawn", "stores", 8192, 4, 2),
+        ("drawn", "bulk", 16384, 6),
+        ("drawn", "bulk", 8192, 8),
+    )
+)
+STEP_BYTES = max(way.step_bytes for way in WAYS + FORWARD_WAYS)  # a multiple of each
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,7 +117,8 @@ def run(options: argparse.Namespace) -> int:
     from cupynorm import cli
 
     head = ["steps given out", "z written by", "step KB", "stages", "blocks"]
-    head += [f"{size:g} MB: {what}" for size in options.sizes for what in ("us", "of triad")]
+    other = "copy" if options.forward else "triad"  # what they are set beside
+    head += [f"{size:g} MB: {what}" for size in options.sizes for what in ("us", f"of {other}")]
     with ExitStack() as files:
         target = cli.writable(files, "--csv", options.csv)
         cupy = cli.needed_cupy()
@@ -105,17 +126,20 @@ def run(options: argparse.Namespace) -> int:
             raise cli.UsageError("bulk copies need compute capability 9.0")
         nothing = bench.time_call(lambda: None, cupy)
         data = [tensors(cupy, size) for size in options.sizes]
-        triads = [bench.measure_triad(x.nbytes // 2, "float16", cupy).seconds for x, _, _ in data]
+        if options.forward:
+            others = [copy_seconds(cupy, x, z) for x, _, z in data]
+        else:
+            others = [bench.measure_triad(x.nbytes // 2, "float16", cupy).seconds for x, _, _ in data]
         lines = []
-        for way in report.progress(WAYS, lambda way: " ".join(way.cells)):
+        for way in report.progress(FORWARD_WAYS if options.forward else WAYS, lambda way: " ".join(way.cells)):
             seconds = [way_seconds(cupy, way, *arrays) for arrays in data]
             lines.append(way.cells)
-            for time, triad in zip(seconds, triads, strict=True):
-                lines[-1] += [f"{time * 1e6:.1f}", f"{triad / time:.3f}"]
+            for time, of_other in zip(seconds, others, strict=True):
+                lines[-1] += [f"{time * 1e6:.1f}", f"{of_other / time:.3f}"]
         if target:
             report.write_rows(target, head, lines)
-    times = [f"{size:g} MB {triad * 1e6:.1f} us" for size, triad in zip(options.sizes, triads, strict=True)]
-    words = f"a call that does nothing reads {nothing * 1e6:.1f} us, the triad {', '.join(times)}"
+    times = [f"{size:g} MB {seconds * 1e6:.1f} us" for size, seconds in zip(options.sizes, others, strict=True)]
+    words = f"a call that does nothing reads {nothing * 1e6:.1f} us, the {other} {', '.join(times)}"
     print(f"{bench.device_name(cupy)}; {words}\n")
     print(report.table(head, lines))
     return 0
@@ -132,12 +156,16 @@ def tensors(xp: Any, megabytes: float) -> tuple[Any, Any, Any]:
     return number * np.uint32(0x9E3779B1), number * np.uint32(0x85EBCA76), number
 
 
+def copy_seconds(cupy: Any, x: Any, z: Any) -> float:
+    return bench.time_call(lambda: z.data.copy_from_device_async(x.data, x.nbytes), cupy)
+
+
 def way_seconds(cupy: Any, way: Way, x: Any, dy: Any, z: Any) -> float:
     call = call_of(cupy, way, x, dy, z)
     z.fill(0)
     call()
-    if not bool((z == x + dy).all()):
-        raise RuntimeError(f"z is not x + dy: {' '.join(way.cells)}")
+    if not bool((z == x + (dy if way.arrays == 2 else x)).all()):
+        raise RuntimeError(f"z is not x + {'dy' if way.arrays == 2 else 'x'}: {' '.join(way.cells)}")
     return bench.time_call(call, cupy)
 
 
@@ -170,7 +198,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     def sizes(text: str) -> tuple[float, ...]:
         return tuple(dict.fromkeys(map(megabytes, text.split(","))))
 
-    parser = cli.Parser(prog="stream.py", description="Time moving a backward pass's data, without its arithmetic.")
+    parser = cli.Parser(prog="stream.py", description="Time moving a pass's data, without its arithmetic.")
+    parser.add_argument("--forward", action="store_true", help="the forward pass's data, beside a copy")
     parser.add_argument("--sizes", type=sizes, default=SIZES, metavar="MB,...", help="default: 25,100,1000")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
     return parser.parse_args(arguments)

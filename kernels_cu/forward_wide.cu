@@ -230,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(kAllThreads, 1) forward_wide(const 
     extern __shared__ __align__(128) char shared[];
     __shared__ WideState state;
     const Block block(a, state, shared);
-    const WideColumns own(block.slab.columns);
+    const WideColumns own(threadIdx.x, block.slab.columns);
     Affine affine;
     block.run([&] { affine.load(a, block.slab.first_column, own); },
               [&](int warp) { Worker(block, own, warp).work(affine); });

@@ -397,8 +397,7 @@ struct WideColumns {
     int first, columns;         // the block's
     bool warp_lacks[kVectors];  // no thread of the warp holds it, nor those behind it
 
-    __device__ explicit WideColumns(int columns) : thread(threadIdx.x), columns(columns) {
-        asm volatile("" : "+r"(thread));  // else the compiler asks for threadIdx.x in each step, and the answer takes long
+    __device__ WideColumns(unsigned thread, int columns) : thread(thread), columns(columns) {
         first = thread % (32 * kRowWarps) * kVector;
         const int first_of_warp = __shfl_sync(0xffffffffu, first, 0);
 #pragma unroll

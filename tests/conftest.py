@@ -58,6 +58,22 @@ def gpu_missing() -> str | None:
     return None if count else "no usable CUDA device and CuPy: no device"
 
 
+_MOST_KEPT_BYTES = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def memory_is_for_all(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Behind a GPU test, gives back to the device what CuPy's pool has much of: other processes' tests may need it."""
+    yield
+    if request.node.get_closest_marker("gpu") is None:
+        return
+    import cupy
+
+    pool = cupy.get_default_memory_pool()
+    if pool.free_bytes() > _MOST_KEPT_BYTES:
+        pool.free_all_blocks()
+
+
 @pytest.fixture
 def of_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
     """Has launch choices see a device whose memory is slow, or not."""

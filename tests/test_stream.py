@@ -16,8 +16,14 @@ from helpers import assert_one_line_of_error, exit_status
 
 from cupynorm import bench, cli
 
+every_way = pytest.mark.parametrize(
+    "way",
+    [*stream.WAYS, *stream.FORWARD_WAYS],
+    ids=lambda way: "-".join([*way.cells, "xy" if way.arrays == 2 else "x"]),
+)
 
-@pytest.mark.parametrize("way", stream.WAYS, ids=lambda way: "-".join(way.cells))
+
+@every_way
 def test_every_way_compiles_without_spills(way: stream.Way) -> None:
     pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
     from compiling import compile_variant
@@ -30,8 +36,10 @@ def test_every_way_compiles_without_spills(way: stream.Way) -> None:
 
 
 def test_the_ways_differ_and_their_blocks_fit() -> None:
-    assert len({way.definitions for way in stream.WAYS}) == len({tuple(way.cells) for way in stream.WAYS}) == 12
+    for ways, count in ((stream.WAYS, 12), (stream.FORWARD_WAYS, 10)):
+        assert len({way.definitions for way in ways}) == len({tuple(way.cells) for way in ways}) == count
     assert stream.Way("drawn", "bulk", 4096, 4, 2).definitions == (
+        "ARRAYS=2",
         "DRAWN=1",
         "PACED=0",
         "BULK=1",
@@ -39,7 +47,7 @@ def test_the_ways_differ_and_their_blocks_fit() -> None:
         "STAGES=4",
         "BLOCKS=2",
     )
-    for way in stream.WAYS:
+    for way in (*stream.WAYS, *stream.FORWARD_WAYS):
         # of 9.0: 227 KB of shared memory for a block, 228 KB and 2048 threads on a multiprocessor; a block's barriers
         # and what is kept back for the system take less than 2 KB
         assert way.ring_bytes <= 226 << 10
@@ -106,7 +114,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     cupy = SimpleNamespace(arange=np.arange, cuda=SimpleNamespace(Device=lambda: device))
 
     def add(cupy: Any, way: stream.Way, x: Any, dy: Any, z: Any) -> Callable[[], Any]:
-        return lambda: np.add(x, dy, out=z)
+        return lambda: np.add(x, dy if way.arrays == 2 else x, out=z)
 
     def triad(elements: int, dtype: str, xp: Any) -> bench.Triad:
         assert elements * np.dtype(dtype).itemsize % stream.STEP_BYTES == 0
@@ -120,39 +128,59 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(bench, "time_call", seconds)
     monkeypatch.setattr(bench, "measure_triad", triad)
     monkeypatch.setattr(stream, "call_of", add)
+    monkeypatch.setattr(stream, "copy_seconds", lambda cupy, x, z: 8e-6)
     return device
 
 
 @pytest.mark.usefixtures("on_a_device")
-def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "ways", "beside", "microseconds", "part"),
+    [([], stream.WAYS, "triad", "9.0", "0.900"), (["--forward"], stream.FORWARD_WAYS, "copy", "8.0", "0.800")],
+    ids=["backward", "forward"],
+)
+def test_table(
+    option: list[str],
+    ways: tuple[stream.Way, ...],
+    beside: str,
+    microseconds: str,
+    part: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     target = tmp_path / "stream.csv"
-    assert exit_status(stream.main, ["--sizes", "0.1,0.5,0.1", "--csv", str(target)]) == 0
+    assert exit_status(stream.main, [*option, "--sizes", "0.1,0.5,0.1", "--csv", str(target)]) == 0
     with target.open(newline="") as file:
         lines = list(csv.DictReader(file))
-    assert [list(line.values()) for line in lines] == [
-        [*way.cells, "10.0", "0.900", "10.0", "0.900"] for way in stream.WAYS
+    assert [list(line.values()) for line in lines] == [[*way.cells, "10.0", part, "10.0", part] for way in ways]
+    assert list(lines[0])[4:] == [
+        "blocks",
+        "0.1 MB: us",
+        f"0.1 MB: of {beside}",
+        "0.5 MB: us",
+        f"0.5 MB: of {beside}",
     ]
-    assert list(lines[0])[4:] == ["blocks", "0.1 MB: us", "0.1 MB: of triad", "0.5 MB: us", "0.5 MB: of triad"]
     device, empty, _, _, *rows = capsys.readouterr().out.splitlines()
-    assert device == "stand-in; a call that does nothing reads 2.0 us, the triad 0.1 MB 9.0 us, 0.5 MB 9.0 us"
+    others = f"the {beside} 0.1 MB {microseconds} us, 0.5 MB {microseconds} us"
+    assert device == f"stand-in; a call that does nothing reads 2.0 us, {others}"
     assert empty == ""
-    assert [row.split()[:5] for row in rows] == [way.cells for way in stream.WAYS]
+    assert [row.split()[:5] for row in rows] == [way.cells for way in ways]
 
 
 @pytest.mark.usefixtures("on_a_device")
 @pytest.mark.parametrize("wrong", [0, -1])
-def test_a_wrong_z_is_not_timed(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("arrays", "words"), [(2, "x \\+ dy"), (1, "x \\+ x")])
+def test_a_wrong_z_is_not_timed(arrays: int, words: str, wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def call_of(cupy: Any, way: stream.Way, x: Any, dy: Any, z: Any) -> Callable[[], None]:
         def call() -> None:
-            np.add(x, dy, out=z)
+            np.add(x, dy if way.arrays == 2 else x, out=z)
             z[wrong] += 1
 
         return call
 
     monkeypatch.setattr(stream, "call_of", call_of)
     monkeypatch.setattr(bench, "time_call", lambda *_: pytest.fail("timed"))
-    with pytest.raises(RuntimeError, match="z is not x \\+ dy: static bulk 16 3 1"):
-        stream.way_seconds(np, stream.Way(written_by="bulk"), *stream.tensors(np, 0.1))
+    with pytest.raises(RuntimeError, match=f"z is not {words}: static bulk 16 3 1"):
+        stream.way_seconds(np, stream.Way(written_by="bulk", arrays=arrays), *stream.tensors(np, 0.1))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +221,7 @@ def test_an_older_device_is_told_so(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", stream.WAYS, ids=lambda way: "-".join(way.cells))
+@every_way
 def test_each_way_adds(way: stream.Way) -> None:
     """With fewer steps than blocks, too, and call after call."""
     import cupy
@@ -206,4 +234,4 @@ def test_each_way_adds(way: stream.Way) -> None:
         for _ in range(3):
             z.fill(0)
             call()
-            assert bool((z == x + dy).all())
+            assert bool((z == x + (dy if way.arrays == 2 else x)).all())

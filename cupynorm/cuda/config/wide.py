@@ -236,8 +236,8 @@ def _all_shapes(x: str, shapes: Shapes, memory: _InShared) -> list[tuple[WideSha
 
 def _fitting(shapes: Shapes, x: str, slab: int, memory: _InShared) -> tuple[WideShape, int] | None:
     """For blocks of so many columns the first shape that has room, with as many stages as there is room for, and the
-    bytes that they take. Rows that leave whole lines, which take a line more, are no question: orders of sums are those
-    of the shape.
+    bytes that they take; for dx alone as many as there is room for without its sums. Rows that leave whole lines, which
+    take a line more, are no question: orders of sums are those of the shape.
     """
     row_bytes = slab * ITEMSIZE[x] + LINE_BYTES
     for shape, least in shapes.items():
