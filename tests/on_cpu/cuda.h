@@ -4,21 +4,7 @@
 // here says anything of speed, of memory order, or of clusters.
 #pragma once
 
-#include <ucontext.h>
-#ifdef __SSE__
-#include <xmmintrin.h>
-#endif
-
-#include <algorithm>
-#include <chrono>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <thread>
-#include <vector>
+#include "standard.h"
 
 #define __device__
 #define __global__
@@ -54,14 +40,30 @@ static int late_warp = -1;  // of each block: goes on only when nobody else of t
     std::abort();
 }
 
-OF_BLOCK ucontext_t scheduler;
-OF_BLOCK std::vector<ucontext_t> fibers;
+// Where the scheduler and each fiber go on: fibers begin by a context, then they jump, which asks the operating system nothing.
+struct Jump { jmp_buf to; };
+OF_BLOCK Jump scheduler;
+OF_BLOCK std::vector<Jump> fibers;
 OF_BLOCK std::unique_ptr<char[]> stacks;  // no vector: of most pages nobody needs any, zeros or not
 OF_BLOCK int stacks_of = 0;               // so many threads
-OF_BLOCK std::vector<char> ended;
+OF_BLOCK std::vector<char> begun, ended;
 OF_BLOCK bool progress;  // in this round some fiber went on
 
-inline void yield() { swapcontext(&fibers[threadIdx.x], &scheduler); }
+inline void yield() {
+    if (!_setjmp(fibers[threadIdx.x].to)) _longjmp(scheduler.to, 1);
+}
+// By the scheduler: that thread, until it yields, or is through.
+[[gnu::noinline]] inline void go_on(void (*thread)()) {
+    if (_setjmp(scheduler.to)) return;
+    if (begun[threadIdx.x]) _longjmp(fibers[threadIdx.x].to, 1);
+    begun[threadIdx.x] = true;
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = stacks.get() + size_t(threadIdx.x) * kStackBytes;
+    context.uc_stack.ss_size = kStackBytes;
+    makecontext(&context, thread, 0);
+    setcontext(&context);
+}
 // What other blocks may be writing, so that who reads it over and over lets others go on.
 template <class T> T read_anew(const void* source) {
     if (kBlocksRunAtOnce) yield();
@@ -145,14 +147,8 @@ void launch(Kernel kernel, const Arguments& arguments, int blocks_x, int blocks_
         fibers.resize(threads);
         blockIdx = {block % gridDim.x, block / gridDim.x, 0};
         std::memset(shared, 0x7f, kSharedBytes);  // 3.4e38: what is read before it is written shows
+        begun.assign(threads, false);
         ended.assign(threads, false);
-        for (int i = 0; i < threads; ++i) {
-            getcontext(&fibers[i]);
-            fibers[i].uc_stack.ss_sp = stacks.get() + size_t(i) * kStackBytes;
-            fibers[i].uc_stack.ss_size = kStackBytes;
-            fibers[i].uc_link = &scheduler;
-            makecontext(&fibers[i], +[] { current(*given); ended[threadIdx.x] = progress = true; }, 0);
-        }
         auto last_progress = std::chrono::steady_clock::now();
         for (int left = threads; left;) {
             progress = false;
@@ -160,7 +156,11 @@ void launch(Kernel kernel, const Arguments& arguments, int blocks_x, int blocks_
                 for (int i = 0; i < threads && !(late && progress); ++i) {
                     if (ended[i] || (i / kWarp == late_warp) != late) continue;
                     threadIdx.x = i;
-                    swapcontext(&scheduler, &fibers[i]);
+                    go_on([] {
+                        current(*given);
+                        ended[threadIdx.x] = progress = true;
+                        _longjmp(scheduler.to, 1);
+                    });
                     left -= ended[i];
                 }
             }
