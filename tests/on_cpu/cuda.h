@@ -61,6 +61,7 @@ inline void yield() {
     getcontext(&context);
     context.uc_stack.ss_sp = stacks.get() + size_t(threadIdx.x) * kStackBytes;
     context.uc_stack.ss_size = kStackBytes;
+    context.uc_link = nullptr;  // a thread that is through jumps, too
     makecontext(&context, thread, 0);
     setcontext(&context);
 }
