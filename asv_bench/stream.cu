@@ -1,10 +1,10 @@
 // x, dy and z of a backward pass without its arithmetic: z = x + dy in 32-bit words, through a ring in shared memory
 // that one thread of a block keeps filled. Or x and z of a forward pass: z = x + x.
 //
-// Compile-time switches: ARRAYS 2: x and dy are read; 1: x alone. DRAWN 0: block b takes steps b, b + blocks, …; 1: step b, and then what it draws from a
-// counter. PACED 1: a block waits before a step more than one ahead of the average. BULK 0: z is stored by threads; 1: z
-// takes x's place in the ring, and is copied from there. STEP_BYTES of each array in a step; STAGES of the ring; BLOCKS
-// on a multiprocessor.
+// Compile-time switches: ARRAYS 2: x and dy are read; 1: x alone. DRAWN 0: block b takes steps b, b + blocks, …; 1: step b,
+// and then what it draws from a counter. PACED 1: a block waits before a step more than one ahead of the average. BULK 0: z
+// is stored by threads; 1: z takes x's place in the ring, and is copied from there. STEP_BYTES of each array in a step;
+// STAGES of the ring; BLOCKS on a multiprocessor.
 // Launch kThreads + 32 threads a block, with dynamic shared memory for the ring; x, dy and z start at multiples of 16
 // bytes.
 #include "element.cuh"

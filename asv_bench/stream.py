@@ -114,6 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
+    from roofline import copy_seconds_per_byte
+
     from cupynorm import cli
 
     head = ["steps given out", "z written by", "step KB", "stages", "blocks"]
@@ -125,13 +127,14 @@ def run(options: argparse.Namespace) -> int:
         if int(cupy.cuda.Device().compute_capability) < 90:
             raise cli.UsageError("bulk copies need compute capability 9.0")
         nothing = bench.time_call(lambda: None, cupy)
-        data = [tensors(cupy, size) for size in options.sizes]
+        ways = FORWARD_WAYS if options.forward else WAYS
+        data = [tensors(cupy, size, ways[0].arrays) for size in options.sizes]
         if options.forward:
-            others = [copy_seconds(cupy, x, z) for x, _, z in data]
+            others = [2 * x.nbytes * copy_seconds_per_byte(cupy, x.nbytes) for x, _, _ in data]
         else:
             others = [bench.measure_triad(x.nbytes // 2, "float16", cupy).seconds for x, _, _ in data]
         lines = []
-        for way in report.progress(FORWARD_WAYS if options.forward else WAYS, lambda way: " ".join(way.cells)):
+        for way in report.progress(ways, lambda way: " ".join(way.cells)):
             seconds = [way_seconds(cupy, way, *arrays) for arrays in data]
             lines.append(way.cells)
             for time, of_other in zip(seconds, others, strict=True):
@@ -150,22 +153,20 @@ def tensor_bytes(megabytes: float) -> int:
     return round(megabytes * 1e6) // (3 * STEP_BYTES) * STEP_BYTES
 
 
-def tensors(xp: Any, megabytes: float) -> tuple[Any, Any, Any]:
-    """x, dy and z in 32-bit words. The factors and their sum are such that no two words of x + dy are alike."""
+def tensors(xp: Any, megabytes: float, arrays: int) -> tuple[Any, Any, Any]:
+    """x, dy, which is x where that is all that is read, and z in 32-bit words. The factors and their sums are such that
+    no two words of x + dy are alike."""
     number = xp.arange(tensor_bytes(megabytes) // 4, dtype=np.uint32)
-    return number * np.uint32(0x9E3779B1), number * np.uint32(0x85EBCA76), number
-
-
-def copy_seconds(cupy: Any, x: Any, z: Any) -> float:
-    return bench.time_call(lambda: z.data.copy_from_device_async(x.data, x.nbytes), cupy)
+    x = number * np.uint32(0x9E3779B1)
+    return x, x if arrays == 1 else number * np.uint32(0x85EBCA76), number
 
 
 def way_seconds(cupy: Any, way: Way, x: Any, dy: Any, z: Any) -> float:
     call = call_of(cupy, way, x, dy, z)
     z.fill(0)
     call()
-    if not bool((z == x + (dy if way.arrays == 2 else x)).all()):
-        raise RuntimeError(f"z is not x + {'dy' if way.arrays == 2 else 'x'}: {' '.join(way.cells)}")
+    if not bool((z == x + dy).all()):
+        raise RuntimeError(f"z is not x + dy: {' '.join(way.cells)}")
     return bench.time_call(call, cupy)
 
 
