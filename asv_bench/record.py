@@ -150,11 +150,17 @@ def machine_name(gpu: str) -> str:
 
 
 def save_machine(name: str, gpu: str) -> None:
-    """Where `asv machine` keeps it, with the GPU, about which asv does not ask."""
+    """Where `asv machine` keeps it, with the GPU, about which asv does not ask.
+
+    For each value of a field asv draws a line of its own, so there are no build numbers, and memory in whole GiB: of
+    machines of one kind it differs by megabytes.
+    """
     from asv.machine import Machine, MachineCollection
 
     fields: dict[str, Any] = Machine.get_defaults()
-    fields["os"] = re.match(r"[^-]*", fields["os"])[0]  # type: ignore[index]  # "Linux 6.1.0", no build numbers
+    fields["os"] = re.match(r"[^-]*", fields["os"])[0]  # type: ignore[index]  # "Linux 6.1.0"
+    if fields["ram"]:
+        fields["ram"] = f"{round(int(fields['ram']) / 2**30)} GiB"
     MachineCollection.save(name, fields | {"machine": name, "gpu": gpu})
 
 

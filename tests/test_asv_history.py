@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import record
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "asv_bench" / "results"
@@ -123,6 +124,34 @@ def test_no_recorded_bandwidth_fell() -> None:
     notes = NOTES.read_text(encoding="utf-8")
     found = [line for older, newer in pairs for line in falls(older, newer, notes)]
     assert not found, "\n".join(["not accepted in asv_bench/NOTES.md:", *found])
+
+
+def test_a_machines_commits_are_on_one_line() -> None:
+    """Asv draws a line of its own for each value of what it knows of a machine."""
+    kept: dict[str, set[str]] = {}
+    for path in RESULTS.glob("*/*.json"):
+        about = json.loads(path.read_text(encoding="utf-8"))
+        about = about if path.name == "machine.json" else about["params"]
+        fields = {name: about[name] for name in ("arch", "cpu", "machine", "num_cpu", "os", "ram")}
+        kept.setdefault(path.parent.name, set()).add(json.dumps(fields))
+    assert all(len(lines) == 1 for lines in kept.values()), kept
+
+
+@pytest.mark.parametrize(("memory", "kept"), [("135148564480", "126 GiB"), ("135128870912", "126 GiB"), ("", "")])
+def test_a_machine_is_kept_by_what_machines_of_its_kind_have_in_common(
+    memory: str, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = pytest.importorskip("asv.machine")
+    defaults = {"machine": "host-17", "os": "Linux 6.1.0-13-cloud", "cpu": "Xeon", "ram": memory}
+    saved: dict[str, dict[str, str]] = {}
+    monkeypatch.setattr(machine.Machine, "get_defaults", lambda: dict(defaults))
+    monkeypatch.setattr(machine.MachineCollection, "save", saved.__setitem__)
+    record.save_machine("nvidia-h200", "NVIDIA H200")
+    assert saved == {
+        "nvidia-h200": {
+            "machine": "nvidia-h200", "gpu": "NVIDIA H200", "os": "Linux 6.1.0", "cpu": "Xeon", "ram": kept,
+        }
+    }  # fmt: skip
 
 
 # --- the check itself -------------------------------------------------------------------------------------
