@@ -6,7 +6,8 @@ All of them, some 21700 (12900 took 80 to 100 minutes on two cores), with cupyno
 
 compiles them and writes tests/compile_record.json, which is committed beside the sources that it is about. Kernel files
 that are compiled as the record there has it, from the same text and with the same definitions, are not compiled again:
-comments, and launch choices that ask for no other kernels, change nothing. `problems` says what keeps a record from
+comments, lines that move from one file to another and stay where they are for the compiler, and launch choices that ask
+for no other kernels, change nothing. `problems` says what keeps a record from
 vouching for a tree; the tests ask that, and compile a part of the variants themselves. NVRTC needs no GPU. Where there
 is one,
 
@@ -105,13 +106,21 @@ def compile_all(capability: tuple[int, int], chosen: Iterable[Variant]) -> tuple
     return spills, wrong
 
 
-def with_includes(file: str) -> list[str]:
-    """The names of a kernel file and of all that it includes, each once."""
-    names = [file]
-    for name in names:
-        text = (module.source_directory() / name).read_text(encoding="utf-8")
-        names += [found for found in INCLUDE.findall(text) if found not in names]
-    return names
+def expanded(text: str, folder: Path) -> str:
+    """The code of a kernel file, with that of each file that it includes in the first #include's place: as it is
+    compiled, whatever file a line stands in."""
+    seen: set[str] = set()
+
+    def lines_of(text: str) -> Iterator[str]:
+        for line in without_comments(text, ".cu").split("\n"):
+            include = INCLUDE.fullmatch(line)
+            if include and include[1] not in seen:
+                seen.add(include[1])
+                yield from lines_of((folder / include[1]).read_text(encoding="utf-8"))
+            elif not include and line != "#pragma once":
+                yield line
+
+    return "\n".join(lines_of(text))
 
 
 @functools.cache
@@ -131,10 +140,8 @@ def file_digests() -> dict[str, str]:
     options = [*module.COMPILE_OPTIONS, *OPTIONS_OF_CUPY]
     digests = {}
     for file, words in asked_for.items():
-        names = with_includes(file)
-        included = [(module.source_directory() / name).read_text(encoding="utf-8") for name in names[1:]]
-        texts = [without_comments(text, ".cu") for text in (module.source(file, ("NAME=VALUE",)), *included)]
-        parts = [*options, *names, *texts, *sorted(words)]
+        text = module.source(file, ("NAME=VALUE",))
+        parts = [*options, expanded(text, module.source_directory()), *sorted(words)]
         digests[file] = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return digests
 

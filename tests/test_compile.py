@@ -25,6 +25,7 @@ from compiling import (
     compile_variant,
     counts,
     every_variant,
+    expanded,
     file_digests,
     problems,
     recorded_spills,
@@ -294,6 +295,21 @@ def test_all_variants_compiled_without_spills(record: dict[str, Any]) -> None:
 def test_every_allowance_is_as_large_as_what_it_allows(record: dict[str, Any], entry: Allowed) -> None:
     """Else a later spill would hide behind it."""
     assert max((numbers(s) for s in recorded_spills(record) if allowance(s) is entry), default=0) == entry.most
+
+
+def test_what_counts_of_included_files(tmp_path: Path) -> None:
+    """What is compiled of them, wherever it stands: moved, with the place where it is included, it counts as before."""
+
+    def code(**files: str) -> str:
+        for name, text in files.items():
+            (tmp_path / f"{name}.cuh").write_text(f"// {name}\n#pragma once\n\n{text}")
+        return expanded('#include "one.cuh"\n#include "two.cuh"\nint last;  // of all\n', tmp_path)
+
+    assert code(one="int a;\nint b;\n", two='#include "one.cuh"\nint c;\n') == "int a;\nint b;\nint c;\nint last;"
+    assert code(one='#include "three.cuh"\nint b;\n', two="int c;\n", three="int a;\n") == code(
+        one="int a;\n", two="int b;\n\nint c;\n"
+    )
+    assert code(one="int b;\nint a;\n") != code(one="int a;\nint b;\n")
 
 
 def test_a_record_of_other_sources_does_not_pass(record: dict[str, Any]) -> None:
