@@ -11,7 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -163,6 +163,15 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert exit_status(peers.main, [*SMALL, "--peers", "aten", "--csv", str(target)]) == 1
     assert target.read_text() == "older figures"
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_copy_is_of_bytes_that_are_copied_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    xp = SimpleNamespace(zeros=lambda size, dtype: sizes.append(size), empty=lambda size, dtype: sizes.append(size))
+    monkeypatch.setattr(roofline.bench, "time_call", lambda function, xp: 1e-6)
+    each = roofline.copy_seconds_per_byte.__wrapped__(xp, 33_333_248)
+    assert sizes == [33_357_824, 33_357_824]  # 509 times 64 KiB
+    assert each == 1e-6 / (2 * 33_357_824)
 
 
 # --- the roofline's shapes ------------------------------------------------------------------------------
