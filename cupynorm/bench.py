@@ -41,6 +41,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.random import default_rng  # not when first needed: its import loses what a signal's handler raises
 
 import cupynorm
 
@@ -387,7 +388,7 @@ def _normal(shape: tuple[int, ...], dtype: np.dtype[Any], mean: float, seed: int
     for number, start in enumerate(range(0, flat.size, piece)):
         part = flat[start : start + piece]
         if xp is np:
-            values = np.random.default_rng((seed, number)).standard_normal(part.size, np.float32)
+            values = default_rng((seed, number)).standard_normal(part.size, np.float32)
         else:
             values = xp.empty(part.size, np.float32)
             _normal_kernel(xp)(np.uint64(seed * 1_000_003 + number + 1), values)
