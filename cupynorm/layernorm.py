@@ -62,7 +62,8 @@ def layernorm_backward(
     Raises
     ------
     TypeError
-        Something is not an array, or arrays are of different frameworks or on different devices.
+        Something is not an array, an option has a wrong type, or arrays are of different frameworks or on different
+        devices.
     ValueError
         A shape, a dtype or a value is wrong, or an entry of out is read-only or overlaps another array.
     NotImplementedError
