@@ -313,7 +313,7 @@ def add_row_options(parser: argparse.ArgumentParser) -> None:
         names: tuple[str, ...] = listed(set_name)(text)
         return tuple(SETS) if "all" in names else names
 
-    parser.add_argument("--set", type=sets, default=("sizes",), metavar="NAME,...", help=", ".join(SETS))
+    parser.add_argument("--set", type=sets, default=("sizes",), metavar="NAME,...", help=f"{', '.join(SETS)}, all")
     parser.add_argument("--ops", nargs="+", type=cli.op, default=bench.OPS, metavar="OP", help=", ".join(bench.OPS))
     words = "default: 25,100,1000, in the sets odd and forward 100,1000"
     parser.add_argument("--sizes", type=listed(megabytes), metavar="MB,...", help=words)
